@@ -1,0 +1,49 @@
+//! @file The op schemas, once, and one block of implementations per backend; no logic.
+// SPDX-License-Identifier: Apache-2.0
+#include "torch-ext/torch_binding.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "registration.h"
+
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, ops) {
+  ops.def("product_key_topk_fwd(Tensor scores, int[] factor_dims, int k) -> (Tensor, Tensor)");
+  ops.def("product_key_topk_bwd(Tensor d_values, Tensor indices, int[] factor_dims) -> Tensor");
+  ops.def(
+      "sdm_chunk_fwd(Tensor write_idx, Tensor write_val, Tensor v, Tensor beta, Tensor g, "
+      "Tensor read_idx, Tensor read_val, Tensor initial_state, Tensor? cu_seqlens, "
+      "int chunk_size, bool output_final_state, int save_mode, int segment_chunks) "
+      "-> (Tensor out, Tensor final_state, Tensor errors, Tensor saved_rows, Tensor row_scales)"
+  );
+  ops.def(
+      "sdm_chunk_bwd(Tensor d_out, Tensor? d_final_state, Tensor write_idx, Tensor write_val, "
+      "Tensor beta, Tensor g, Tensor read_idx, Tensor read_val, Tensor bank, Tensor? cu_seqlens, "
+      "Tensor errors, Tensor saved_rows, Tensor row_scales, int chunk_size, int save_mode, "
+      "int segment_chunks, bool shared_bank, bool need_state_grad) "
+      "-> (Tensor d_write_val, Tensor d_v, Tensor d_beta, Tensor d_g, Tensor d_read_val, "
+      "Tensor d_initial_state)"
+  );
+  ops.def(
+      "sdm_chunk_(Tensor(a!) state, Tensor write_idx, Tensor write_val, Tensor v, Tensor beta, "
+      "Tensor g, Tensor read_idx, Tensor read_val, Tensor? cu_seqlens, Tensor? state_indices, "
+      "int chunk_size) -> Tensor"
+  );
+  ops.def(
+      "sdm_step_(Tensor(a!) state, Tensor write_idx, Tensor write_val, Tensor v, Tensor beta, "
+      "Tensor g, Tensor read_idx, Tensor read_val, Tensor? state_indices) -> Tensor"
+  );
+  ops.def("sdm_check_indices(Tensor idx, int num_slots) -> int");
+}
+
+// Every variant holds the CPU kernels, the CUDA ones too: a CUDA user has CPU tensors as well.
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, ops) {
+  ops.impl("product_key_topk_fwd", TORCH_BOX(&sdm::ext::product_key_topk_fwd_cpu));
+  ops.impl("product_key_topk_bwd", TORCH_BOX(&sdm::ext::product_key_topk_bwd_cpu));
+  ops.impl("sdm_chunk_fwd", TORCH_BOX(&sdm::ext::sdm_chunk_fwd_cpu));
+  ops.impl("sdm_chunk_bwd", TORCH_BOX(&sdm::ext::sdm_chunk_bwd_cpu));
+  ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk_cpu));
+  ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step_cpu));
+  ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices_cpu));
+}
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
