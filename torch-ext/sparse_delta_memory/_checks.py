@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments; every message names the function, the argument, the wanted and the given."""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDICES = (torch.int32, torch.int64)
+
+
+def check_tensor(func: str, name: str, x: object) -> None:
+    """Raise TypeError unless ``x`` is a dense tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{func}: {name} must be a Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{func}: {name} must be a strided (dense) Tensor, got {x.layout}")
+
+
+def check_dtype(func: str, name: str, x: Tensor, wanted: Sequence[torch.dtype]) -> None:
+    """Raise TypeError unless the dtype of ``x`` is one of ``wanted``."""
+    if x.dtype not in wanted:
+        names = [_dtype_name(dtype) for dtype in wanted]
+        options = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        raise TypeError(f"{func}: {name} must be {options}, got {_dtype_name(x.dtype)}")
+
+
+def check_shape(func: str, name: str, x: Tensor, letters: str, *wanted: int) -> None:
+    """Raise ValueError unless ``x`` has the shape ``wanted``, written as ``letters``."""
+    if x.dim() != len(wanted) or any(a != b for a, b in zip(x.shape, wanted)):
+        raise ValueError(
+            f"{func}: {name} must be {letters} = {_shape(wanted)}, got {_shape(x.shape)}"
+        )
+
+
+def check_dim(func: str, name: str, x: Tensor, letters: str) -> None:
+    """Raise ValueError unless ``x`` has as many dimensions as ``letters`` has."""
+    if x.dim() != letters.count(",") + 1:
+        raise ValueError(f"{func}: {name} must be {letters}, got shape {_shape(x.shape)}")
+
+
+def check_device(func: str, name: str, x: Tensor, like: Tensor, like_name: str) -> None:
+    """Raise ValueError unless ``x`` is on the device of ``like``."""
+    if x.device != like.device:
+        raise ValueError(
+            f"{func}: {name} must be on {like.device} like {like_name}, got {x.device}"
+        )
+
+
+def check_sdm_tensors(
+    func: str,
+    write_idx: Tensor,
+    write_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    read_idx: Tensor,
+    read_val: Tensor,
+    state: Tensor,
+    state_name: str,
+) -> None:
+    """Check types, dtypes, devices and shapes of the tensors that every SDM function takes.
+
+    The shape of the state is only checked in its last two dimensions.
+    """
+    indices = {"write_idx": write_idx, "read_idx": read_idx}
+    floats = {"write_val": write_val, "beta": beta, "g": g, "read_val": read_val, state_name: state}
+    check_tensor(func, "v", v)
+    check_dtype(func, "v", v, FLOATING)
+    for name, x in indices.items():
+        check_tensor(func, name, x)
+        check_dtype(func, name, x, INDICES)
+    for name, x in floats.items():
+        check_tensor(func, name, x)
+        check_dtype(func, name, x, FLOATING)
+        if (x.dtype == torch.float64) != (v.dtype == torch.float64):
+            raise TypeError(
+                f"{func}: {name} must be float64 exactly if v is (float64 is all or none), "
+                f"got {_dtype_name(x.dtype)} with v {_dtype_name(v.dtype)}"
+            )
+    check_dim(func, "v", v, "[B, T, H, D]")
+    batch, length, heads, dim = v.shape
+    if heads < 1 or dim < 1:
+        raise ValueError(f"{func}: v must be [B, T, H, D] with H, D >= 1, got {_shape(v.shape)}")
+    for name, letter in (("write", "W"), ("read", "R")):
+        idx = indices[f"{name}_idx"]
+        check_dim(func, f"{name}_idx", idx, f"[B, T, H, {letter}]")
+        lanes = idx.shape[-1]
+        if lanes < 1:
+            raise ValueError(f"{func}: {name}_idx must have {letter} >= 1, got {_shape(idx.shape)}")
+        sizes = (batch, length, heads, lanes)
+        check_shape(func, f"{name}_idx", idx, f"[B, T, H, {letter}]", *sizes)
+        check_shape(func, f"{name}_val", floats[f"{name}_val"], f"[B, T, H, {letter}]", *sizes)
+    check_shape(func, "beta", beta, "[B, T, H]", batch, length, heads)
+    if g.dim() == 4:
+        lanes = write_idx.shape[-1]
+        check_shape(func, "g", g, "[B, T, H, W]", batch, length, heads, lanes)
+    elif g.dim() == 3:
+        check_shape(func, "g", g, "[B, T, H]", batch, length, heads)
+    else:
+        raise ValueError(f"{func}: g must be [B, T, H] or [B, T, H, W], got {_shape(g.shape)}")
+    if state.dim() >= 2 and state.shape[-2] < 1:
+        raise ValueError(f"{func}: {state_name} must have S >= 1, got {_shape(state.shape)}")
+    for name, x in (*indices.items(), *floats.items()):
+        check_device(func, name, x, v, "v")
+
+
+def check_chunk_size(func: str, chunk_size: Optional[int]) -> None:
+    """Raise unless ``chunk_size`` is None or an int from 1 to 512."""
+    if chunk_size is None:
+        return
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, torch.SymInt)):
+        raise TypeError(
+            f"{func}: chunk_size must be None or an int, got {type(chunk_size).__name__}"
+        )
+    if not 1 <= chunk_size <= 512:
+        raise ValueError(f"{func}: chunk_size must be from 1 to 512, got {chunk_size}")
+
+
+def check_bool(func: str, name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{func}: {name} must be a bool, got {type(value).__name__}")
+
+
+def check_choice(func: str, name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless ``value`` is one of the strings ``choices``."""
+    options = ", ".join(repr(choice) for choice in choices)
+    if not isinstance(value, str):
+        raise TypeError(f"{func}: {name} must be one of {options}, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"{func}: {name} must be one of {options}, got {value!r}")
+
+
+def check_cu_seqlens(func: str, cu_seqlens: Tensor, like: Tensor, like_name: str) -> None:
+    """Check the offsets of packed sequences; their values only where that costs no wait.
+
+    ``like`` is ``[B, T, ...]``. The values are looked at when the tensor is on the CPU and the call
+    is not being traced.
+    """
+    batch, length = like.shape[:2]
+    check_tensor(func, "cu_seqlens", cu_seqlens)
+    check_dtype(func, "cu_seqlens", cu_seqlens, INDICES)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"{func}: cu_seqlens must be [N + 1] offsets, got shape {_shape(cu_seqlens.shape)}"
+        )
+    check_device(func, "cu_seqlens", cu_seqlens, like, like_name)
+    if batch != 1:
+        raise ValueError(f"{func}: cu_seqlens must come with B = 1, got B = {batch}")
+    if not values_are_at_hand(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in zip(offsets, offsets[1:])):
+        raise ValueError(
+            f"{func}: cu_seqlens must not decrease and go from 0 to T = {length}, "
+            f"got {_abbreviated(offsets)}"
+        )
+
+
+def check_state_indices(func: str, state_indices: Tensor, num: int, state: Tensor) -> None:
+    """Check the rows of a pool that N sequences use; -1 stands for none.
+
+    The values are looked at when the tensor is on the CPU and the call is not being traced.
+    """
+    check_tensor(func, "state_indices", state_indices)
+    check_dtype(func, "state_indices", state_indices, INDICES)
+    check_shape(func, "state_indices", state_indices, "[N]", num)
+    check_device(func, "state_indices", state_indices, state, "state")
+    if not values_are_at_hand(state_indices):
+        return
+    pool = state.shape[0]
+    rows = state_indices.tolist()
+    live = [row for row in rows if row != -1]
+    if any(not 0 <= row < pool for row in live):
+        raise ValueError(
+            f"{func}: state_indices must be -1 or from 0 to {pool - 1} (state has {pool} rows), "
+            f"got {_abbreviated(rows)}"
+        )
+    if len(set(live)) != len(live):
+        raise ValueError(
+            f"{func}: state_indices must name each row of state once, got {_abbreviated(rows)}"
+        )
+
+
+def check_writable_state(func: str, state: Tensor) -> None:
+    """Raise unless ``state`` can be updated in place: last dimension dense, no overlap."""
+    if state.shape[-1] > 1 and state.stride(-1) != 1:
+        raise ValueError(
+            f"{func}: state must have a contiguous last dimension, got strides {state.stride()}"
+        )
+    if torch.compiler.is_compiling() or state.is_contiguous() or state.numel() == 0:
+        return
+    extent = 1
+    for stride, size in sorted(zip(state.stride(), state.shape)):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(
+                    f"{func}: state must not overlap itself, got shape {_shape(state.shape)} "
+                    f"with strides {state.stride()}"
+                )
+            extent = stride * (size - 1) + extent
+
+
+def check_no_grad(func: str, *tensors: Tensor) -> None:
+    """Raise RuntimeError if a gradient through an in-place function is asked for."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{func}: changes state in place and has no backward, but an argument requires grad; "
+            f"call it under torch.no_grad(), or use chunk_sdm"
+        )
+
+
+def values_are_at_hand(x: Tensor) -> bool:
+    """Whether reading the values of ``x`` neither waits for a device nor breaks a trace."""
+    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "[" + ", ".join(str(size) for size in sizes) + "]"
+
+
+def _abbreviated(values: Sequence[int], limit: int = 16) -> str:
+    if len(values) <= limit:
+        return str(list(values))
+    return str(list(values[:limit]))[:-1] + f", ... {len(values) - limit} more]"
