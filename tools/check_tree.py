@@ -101,9 +101,8 @@ def check_cxx(name: str, text: str, problems: list[str]) -> None:
             continue
         if in_kernels and TORCH_HEADER.match(header):
             problems.append(f"{name}: no torch or Python header under sdm_kernels/: <{header}>")
-        if TORCH_HEADER.match(header) and header != "Python.h":
-            if not header.startswith(STABLE_TORCH):
-                problems.append(f"{name}: <{header}> is not part of the stable ABI")
+        if TORCH_HEADER.match(header) and not header.startswith((*STABLE_TORCH, "Python.h")):
+            problems.append(f"{name}: <{header}> is not part of the stable ABI")
         if CUDA_HEADER.match(header) and "cuda" not in folders and name not in MAY_NAME_CUDA:
             problems.append(f"{name}: CUDA header <{header}> outside a cuda/ folder")
         if name.endswith("-inl.h"):
@@ -129,7 +128,7 @@ def check_package_module(name: str, text: str, problems: list[str]) -> None:
 
 
 def check_text(name: str, text: str, problems: list[str]) -> None:
-    head = "\n".join(text.splitlines()[:4])
+    head = "\n".join(text.splitlines()[:20])
     if (
         name.endswith((".py", *sources.SOURCE))
         and "SPDX-License-Identifier: Apache-2.0" not in head

@@ -185,7 +185,7 @@ def _link_flags(options: Options, torch: toolchain.Torch, cuda: toolchain.Cuda |
         lib = next(p for p in (cuda.home / "lib64", cuda.home / "lib") if p.exists())
         flags += [f"-L{_n(lib)}", "-lcudart"]
     # No run path: torch is loaded before the library is, and the loader goes by the name.
-    return [*flags, "-Wl,-z,relro,-z,now", "-Wl,--build-id=sha1", "-s"]
+    return [*flags, "-Wl,-z,relro,-z,now", "-Wl,--build-id=sha1", "-Wl,--strip-debug"]
 
 
 def _n(path: object) -> str:

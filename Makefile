@@ -1,0 +1,52 @@
+# Each target is one line that a person could type. With VENV= the PYTHON given is used as it is,
+# with what it has installed: `make test VENV= PYTHON=python3`.
+VENV ?= .venv
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+ARCH ?=
+ifeq ($(VENV),)
+PY := $(PYTHON)
+else
+BIN := $(VENV)/bin/
+PY := $(BIN)python
+READY := $(VENV)/.ready
+endif
+BUILD := $(PY) tools/dev_build.py --jobs $(JOBS)
+# Compiled in CI with -Werror, and not twice.
+FLAGS ?= $(if $(CI),--werror)
+REPO := org/sparse-delta-memory=$(CURDIR)
+WORKERS ?= 2
+
+.PHONY: demo test build build-cuda lint bench clean
+
+demo: build
+	LOCAL_KERNELS="$(REPO)" $(PY) examples/demo.py
+
+test: build
+	LOCAL_KERNELS="$(REPO)" $(PY) -m pytest -n $(WORKERS)
+
+build: $(READY)
+	$(BUILD) $(FLAGS)
+
+build-cuda: $(READY)
+	$(BUILD) $(FLAGS) --backend cuda $(ARCH:%=--arch %)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	git ls-files '*.h' '*.cuh' '*.cpp' '*.cu' | xargs $(BIN)clang-format --dry-run --Werror
+	$(PY) tools/check_tree.py
+	$(BUILD) --werror
+	$(BUILD) --werror --std 20 --compile-only
+	$(PY) tools/check_abi.py
+
+bench: build
+	LOCAL_KERNELS="$(REPO)" $(PY) benchmarks/measure.py
+
+clean:
+	rm -rf build _cmake_build
+
+$(VENV)/.ready: requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
