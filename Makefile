@@ -12,8 +12,6 @@ PY := $(BIN)python
 READY := $(VENV)/.ready
 endif
 BUILD := $(PY) tools/dev_build.py --jobs $(JOBS)
-# Compiled in CI with -Werror, and not twice.
-FLAGS ?= $(if $(CI),--werror)
 REPO := org/sparse-delta-memory=$(CURDIR)
 WORKERS ?= 2
 
@@ -26,10 +24,10 @@ test: build
 	LOCAL_KERNELS="$(REPO)" $(PY) -m pytest -n $(WORKERS)
 
 build: $(READY)
-	$(BUILD) $(FLAGS)
+	$(BUILD)
 
 build-cuda: $(READY)
-	$(BUILD) $(FLAGS) --backend cuda $(ARCH:%=--arch %)
+	$(BUILD) --backend cuda $(ARCH:%=--arch %)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -45,13 +45,8 @@ INDEX_OPTION = re.compile(r"--(extra-)?index-url|--find-links")
 
 def tracked_files() -> list[str]:
     """The files of the repository: tracked and not yet tracked, without the ignored ones."""
-    done = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return sorted(n for n in set(done.stdout.splitlines()) if (ROOT / n).is_file())
 
 

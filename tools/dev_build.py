@@ -44,7 +44,12 @@ def parse_arguments() -> argparse.Namespace:
         help="compute capability to compile CUDA sources for; may be repeated; default: all",
     )
     parser.add_argument("--std", type=int, choices=[17, 20], default=17, help="C++ standard")
-    parser.add_argument("--werror", action="store_true", help="a compiler warning is an error")
+    parser.add_argument(
+        "--werror",
+        action="store_true",
+        default=bool(os.environ.get("CI")),
+        help="a compiler warning is an error; default where CI is set",
+    )
     parser.add_argument(
         "--compile-only", action="store_true", help="compile, do not link and package"
     )

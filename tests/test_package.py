@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the package: its names, its metadata, its ops, and the symbols of its library."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import kernels
+import pytest
+import torch
+from kernels._rust import Backend, Build, Digest, Metadata
+from kernels.variants import get_variants_local, resolve_variant
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_tree  # noqa: E402
+from devbuild import config as build_config  # noqa: E402
+
+API = [
+    "SparseDeltaMemory",
+    "SparseDeltaMemoryConfig",
+    "SparseDeltaMemoryState",
+    "check_indices",
+    "chunk_sdm",
+    "chunk_sdm_",
+    "layers",
+    "product_key_topk",
+    "recurrent_sdm_",
+    "reference",
+]
+
+OPS = [
+    "product_key_topk_bwd",
+    "product_key_topk_fwd",
+    "sdm_check_indices",
+    "sdm_chunk_",
+    "sdm_chunk_bwd",
+    "sdm_chunk_fwd",
+    "sdm_step_",
+]
+
+# What a library may ask of the process that loads it: torch's C functions, the few functions of
+# Python that make a module, CUDA's runtime, and the C and C++ runtime.
+ALLOWED_SYMBOLS = re.compile(
+    r"^(aoti_torch_\w+|torch_\w+|PyModule_Create2|cuda\w+|__cuda\w+"
+    r"|_ZN?K?S[a-z0-9]\w*|_ZT[ITV]N?K?S[a-z]\w*|_ZT[IV]N10__cxxabiv1\w+|_ZT[ITV]\w?|_Z(dl|da|nw|na)\w+"
+    r"|__cxa_\w+|__gxx_personality_v0|_Unwind_\w+|_ITM_\w+|__gmon_start__|__libc_single_threaded"
+    r"|[a-z][a-z0-9_]*|__\w+_chk|__errno_location|__stack_chk_fail|__tls_get_addr|__assert_fail)$"
+)
+
+
+@pytest.fixture(scope="module")
+def variant(sdm):
+    return Path(sdm.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def library(variant):
+    (path,) = variant.glob("*.so")
+    return path
+
+
+@pytest.fixture(scope="module")
+def metadata(variant):
+    return Metadata.read_from_file(variant / "metadata.json")
+
+
+def _symbols(library, option):
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not installed")
+    command = ["nm", "-D", option, str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # "address type name@version", without the address for undefined ones
+    return [(f[-2], f[-1].split("@")[0]) for f in (line.split() for line in text.splitlines())]
+
+
+@pytest.mark.kernels_ci
+def test_all_is_the_public_api(sdm):
+    assert sorted(sdm.__all__) == sorted(API)
+    for name in API:
+        assert getattr(sdm, name) is not None
+
+
+@pytest.mark.kernels_ci
+def test_metadata_is_complete(metadata, variant):
+    assert str(metadata.name) == "sparse-delta-memory"
+    assert metadata.version == 1
+    assert metadata.license == "Apache-2.0"
+    assert metadata.python_depends == []
+    assert metadata.kernel_depends == []
+    backend = metadata.backend.backend_type
+    assert backend in (Backend.CPU, Backend.CUDA)
+    assert metadata.id.startswith(f"_sparse_delta_memory_{str(backend).lower()}_")
+    assert metadata.provenance is not None
+    if (ROOT / ".git").exists():
+        assert re.fullmatch("[0-9a-f]{40}", metadata.provenance.kernel.commit)
+    assert "archs" not in json.loads((variant / "metadata.json").read_text())["backend"] or (
+        backend == Backend.CUDA
+    )
+
+
+@pytest.mark.kernels_ci
+def test_digest_covers_every_file(metadata, variant):
+    digest = metadata.digest
+    assert digest is not None
+    digest.validate(Digest.hash_variant(digest.algorithm, variant))
+
+
+def test_the_client_finds_the_variant(variant):
+    backend = "cpu" if "-cpu-" in variant.name else None
+    found, trace = resolve_variant(get_variants_local(variant.parent), backend)
+    assert found is not None, trace
+    assert found.variant_str == variant.name
+
+
+def test_local_kernel_is_the_same_module(sdm, variant):
+    backend = "cpu" if "-cpu-" in variant.name else None
+    assert kernels.get_local_kernel(variant.parent.parent, backend=backend) is sdm
+
+
+def test_build_toml_is_accepted_by_the_client():
+    build = Build.open(ROOT)
+    assert set(build.general.backends) == {Backend.CPU, Backend.CUDA}
+    for backend in build.general.backends:
+        assert build.all_kernel_depends(backend) == []
+
+
+def test_build_toml_lists_every_file():
+    problems = []
+    check_tree.check_lists(problems)
+    assert problems == []
+
+
+def test_package_imports_only_torch_and_itself():
+    problems = []
+    for path in build_config.load(ROOT).python_files():
+        check_tree.check_package_module(path.name, path.read_text(), problems)
+    assert problems == []
+
+
+def test_ops_are_all_in_the_namespace_of_the_build(metadata):
+    names = torch._C._dispatch_get_all_op_names()
+    own = sorted(n for n in names if n.startswith(f"{metadata.id}::"))
+    assert own == [f"{metadata.id}::{op}" for op in OPS]
+    stray = [n for n in names if n not in own and re.search("sdm|product_key|delta_mem", n)]
+    assert stray == []
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_op_has_a_cpu_kernel_and_a_fake(metadata, op):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel(f"{metadata.id}::{op}", "CPU")
+    if op != "sdm_check_indices":  # returns a number that depends on the data
+        assert has_kernel(f"{metadata.id}::{op}", "Meta")
+
+
+def test_op_names_are_not_spelled_out_in_the_package():
+    for path in build_config.load(ROOT).python_files():
+        text = path.read_text()
+        assert "torch.ops." not in text, path.name
+        assert not re.search(r"sparse_delta_memory\w*::", text), path.name
+
+
+def test_library_needs_only_stable_symbols(library):
+    unknown = [
+        name for _, name in _symbols(library, "--undefined-only") if not ALLOWED_SYMBOLS.match(name)
+    ]
+    assert unknown == []
+
+
+def test_library_exports_only_its_module(library, metadata):
+    strong = [name for kind, name in _symbols(library, "--defined-only") if kind == "T"]
+    assert strong == [f"PyInit_{metadata.id}"]
+
+
+def test_library_holds_no_path_of_this_machine(library):
+    content = library.read_bytes()
+    for path in (ROOT, Path(torch.__file__).parent, Path(sys.prefix)):
+        assert str(path).encode() not in content
+
+
+def test_loads_offline_without_touching_the_network(variant):
+    code = f"""
+import socket
+def refuse(*args, **kwargs):
+    raise AssertionError("network used")
+socket.socket.connect = refuse
+socket.getaddrinfo = refuse
+import kernels
+backend = {"cpu" if "-cpu-" in variant.name else None!r}
+print(kernels.get_kernel("org/sparse-delta-memory", version=1, backend=backend).__file__)
+"""
+    environment = dict(
+        os.environ,
+        HF_HUB_OFFLINE="1",
+        LOCAL_KERNELS=f"org/sparse-delta-memory={variant.parent.parent}",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parent == variant
