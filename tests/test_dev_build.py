@@ -243,6 +243,24 @@ def test_cuda_variant_compiles_for_the_chosen_cards(tmp_path):
         assert not [name for name in needed if name.startswith(("libtorch_cuda", "libc10_cuda"))]
 
 
+def test_cuda_torch_without_a_toolkit_gets_the_cpu_kernels(tmp_path):
+    # A stand-in for the torch that a plain machine gets: a CUDA build, and no nvcc anywhere.
+    root = make_tree(tmp_path / "tree")
+    tool = root / "tools" / "devbuild" / "toolchain.py"
+    text = tool.read_text() + "\n\ndef find_cuda():\n    return None\n"
+    text = text.replace('facts.get("cuda")', '"13.0"')
+    tool.write_text(text)
+    text, variant = build(root)
+    assert "CPU kernels only" in text
+    assert sorted(compiled(text)) == ["answer.cpp", "torch-ext/torch_binding.cpp"]
+    assert "-cu130-" in variant.name
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert metadata["backend"] == {"type": "cuda"}
+    assert metadata["id"].startswith("_tiny_kernel_cuda_")
+    with pytest.raises(AssertionError, match="no CUDA toolkit"):
+        build(root, "--backend", "cuda")
+
+
 def test_choose_archs():
     listed = ("8.0", "9.0", "9.0a", "10.0+PTX")
     assert ninja_file.choose_archs(listed, ()) == listed
@@ -260,5 +278,6 @@ def test_variant_name():
     assert re.fullmatch(r"torch-stable-abi211-cpu-\w+-linux", name("cpu", "2.11", cpu, None))
     assert re.fullmatch(r"torch-stable-abi211-cu131-\w+-linux", name("cuda", "2.11", cpu, toolkit))
     assert re.fullmatch(r"torch-stable-abi211-cu130-\w+-linux", name("cuda", "2.11", gpu, toolkit))
-    with pytest.raises(toolchain.BuildError, match="toolkit"):
-        name("cuda", "2.11", gpu, toolchain.Cuda(Path("cuda"), "12.8"))
+    assert name("cuda", "2.11", gpu, None) == name("cuda", "2.11", gpu, toolkit)
+    assert toolchain.fits(gpu, toolkit)
+    assert not toolchain.fits(gpu, toolchain.Cuda(Path("cuda"), "12.8"))

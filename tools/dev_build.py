@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--backend",
         choices=["cpu", "cuda"],
-        help="default: cuda where torch is a CUDA build and a toolkit is found, else cpu",
+        help="default: that of this torch, whose variant the kernels client loads",
     )
     parser.add_argument(
         "--arch",
@@ -72,19 +72,16 @@ def build(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     config = build_config.load(ROOT)
     torch = toolchain.find_torch()
-    backend = arguments.backend or toolchain.default_backend(torch)
-    cuda = toolchain.find_cuda() if backend == "cuda" else None
-    if backend == "cuda" and cuda is None:
-        raise toolchain.BuildError("no CUDA toolkit found; put nvcc on PATH or set CUDA_HOME")
+    backend, cuda = _choose_backend(arguments.backend, torch)
     options = ninja_file.Options(
-        backend=backend,
+        kernels="cuda" if cuda else "cpu",
         std=arguments.std,
         werror=arguments.werror,
         archs=tuple(sorted(set(arguments.arch))),
     )
     variant = toolchain.variant_name(backend, config.stable_abi[backend], torch, cuda)
     archs = ninja_file.compiled_archs(config, options)
-    unique = identity.unique_id(config, backend, [f"c++{options.std}", *archs])
+    unique = identity.unique_id(config, options.kernels, [f"c++{options.std}", *archs])
     name = f"_{config.python_name}_{backend}_{unique}"
 
     objects = Path("_cmake_build") / _objects_name(variant, options)
@@ -110,6 +107,28 @@ def build(arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     print(f"dev_build: {variant} {state}, {name}, {seconds:.1f} s")
     return 0
+
+
+def _choose_backend(
+    wanted: str | None, torch: toolchain.Torch
+) -> tuple[str, toolchain.Cuda | None]:
+    """The backend to name the variant after, and the toolkit if it gets CUDA code."""
+    backend = wanted or ("cuda" if torch.cuda else "cpu")
+    if backend == "cpu":
+        return backend, None
+    cuda = toolchain.find_cuda()
+    if cuda and toolchain.fits(torch, cuda):
+        return backend, cuda
+    problem = (
+        f"the CUDA toolkit is {cuda.version} and torch wants {torch.cuda}"
+        if cuda
+        else "no CUDA toolkit found (put nvcc on PATH or set CUDA_HOME)"
+    )
+    if wanted:
+        raise toolchain.BuildError(problem)
+    # A CUDA build of torch loads CUDA variants only, on a machine without a GPU too.
+    print(f"dev_build: {problem}; this variant gets the CPU kernels only")
+    return backend, None
 
 
 def _objects_name(variant: str, options: ninja_file.Options) -> str:

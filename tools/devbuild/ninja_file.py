@@ -65,7 +65,7 @@ rule link
 class Options:
     """The choices of one build."""
 
-    backend: str
+    kernels: str  # "cuda" or "cpu": whose sources and defines
     std: int
     werror: bool
     archs: tuple[str, ...]  # empty: all that build.toml lists
@@ -86,7 +86,7 @@ def choose_archs(listed: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str,
 def compiled_archs(config: build_config.BuildConfig, options: Options) -> list[str]:
     """What goes into the metadata: the capabilities of every section with CUDA sources."""
     found = set()
-    for section in config.sections_of(options.backend):
+    for section in config.sections_of(options.kernels):
         if any(name.endswith(".cu") for name in section.src):
             found.update(choose_archs(section.cuda_capabilities, options.archs))
     return sorted(found, key=lambda a: [int(part) for part in re.findall(r"\d+", a)] + [a])
@@ -105,7 +105,7 @@ def write(
     cxx = toolchain.find_cxx()
     text = [RULES.format(objects=_n(objects), cxx=_n(cxx), nvcc=_n(cuda.nvcc) if cuda else "nvcc")]
     outputs = []
-    for section in config.sections_of(options.backend):
+    for section in config.sections_of(options.kernels):
         for source in sorted(n for n in section.src if n.endswith(build_config.COMPILED)):
             output = objects / (source + ".o")
             is_cuda = source.endswith(".cu")
@@ -133,20 +133,20 @@ def _compile_flags(
     cuda: toolchain.Cuda | None,
     is_cuda: bool,
 ) -> list[str]:
-    major, minor = (int(part) for part in config.stable_abi[options.backend].split("."))
+    major, minor = (int(part) for part in config.stable_abi[options.kernels].split("."))
     system = [torch.root / "include", toolchain.python_include()]
     defines = [
         "NDEBUG",
         "Py_LIMITED_API=0x03090000",
         f"TORCH_TARGET_VERSION=0x{major:02x}{minor:02x}000000000000",
-        f"{options.backend.upper()}_KERNEL",
+        f"{options.kernels.upper()}_KERNEL",
     ]
     host = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra"]
     # Error messages of torch's headers name their file: without the way to it.
     host.append(f"-ffile-prefix-map={torch.root / 'include'}=.")
     if options.werror:
         host.append("-Werror")
-    if options.backend == "cuda":
+    if options.kernels == "cuda":
         assert cuda is not None
         defines.append("USE_CUDA=1")
         system.append(cuda.home / "include")
@@ -180,7 +180,7 @@ def _link_flags(options: Options, torch: toolchain.Torch, cuda: toolchain.Cuda |
     # variant linked against a CPU build of torch still finds the stream functions of a CUDA one.
     flags = [f"-L{_n(torch.root / 'lib')}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
     flags += ["-Wl,--as-needed", "-lc10"]
-    if options.backend == "cuda":
+    if options.kernels == "cuda":
         assert cuda is not None
         lib = next(p for p in (cuda.home / "lib64", cuda.home / "lib") if p.exists())
         flags += [f"-L{_n(lib)}", "-lcudart"]

@@ -90,11 +90,6 @@ def find_ninja() -> str:
     return on_path
 
 
-def default_backend(torch: Torch) -> str:
-    """The backend whose variant the kernels client loads for this torch, if it can be built."""
-    return "cuda" if torch.cuda and find_cuda() else "cpu"
-
-
 def python_include() -> str:
     path = sysconfig.get_paths()["include"]
     if not (Path(path) / "Python.h").exists():
@@ -102,17 +97,19 @@ def python_include() -> str:
     return path
 
 
+def fits(torch: Torch, cuda: Cuda) -> bool:
+    """Whether what this toolkit makes runs on this torch: both speak one major version of CUDA."""
+    return torch.cuda is None or _version_key(torch.cuda)[0] == _version_key(cuda.version)[0]
+
+
 def variant_name(backend: str, stable_abi: str, torch: Torch, cuda: Cuda | None) -> str:
     """The folder name that the kernels client looks for."""
     abi = stable_abi.replace(".", "")
     arch = backend
     if backend == "cuda":
-        assert cuda is not None
-        if torch.cuda and torch.cuda.split(".")[0] != cuda.version.split(".")[0]:
-            raise BuildError(f"torch wants CUDA {torch.cuda}, the toolkit is {cuda.version}")
         # An older minor version of the same major runs on a newer one, so the lower one is named.
-        version = min(torch.cuda or cuda.version, cuda.version, key=_version_key)
-        arch = "cu" + version.replace(".", "")
+        versions = [v for v in (torch.cuda, cuda.version if cuda else None) if v]
+        arch = "cu" + min(versions, key=_version_key).replace(".", "")
     return f"torch-stable-abi{abi}-{arch}-{platform.machine()}-{platform.system().lower()}"
 
 
