@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file The top-k forward of one row (docs/topk.md).
+//!
+//! Per row: read N scores, write kk values and kk ids; nothing else leaves the first-level cache
+//! unless a factor is wider than it. Stages of a row with two factors of 256 and k = 64:
+//!   load     keys of all columns and their lane maxima (one pass over the scores)
+//!   bound    a sum reached by at least k pairs, from the sorted maxima
+//!   list     of each factor the columns that can reach the bound, sorted (about 45 of 256)
+//!   stage    candidate sums along the hyperbola of ranks, cut at a sharper bound (about 100)
+//!   pick     the k-th largest sum by counting; ids of the candidates above it
+//!   order    by id
+//! All of it is integer compares in fixed order, so the result depends on nothing but the row.
+
+#include "sdm_kernels/topk/cpu/topk_simd-inl.h"
+#include "sdm_kernels/topk/cpu/topk_threshold-inl.h"
+#include "sdm_kernels/topk/cpu/topk_sort-inl.h"
+#include "sdm_kernels/topk/cpu/topk_list-inl.h"
+#include "sdm_kernels/topk/cpu/topk_stage-inl.h"
+
+namespace sdm {
+namespace SDM_ISA {
+namespace topk_impl {
+
+// One factor: no sums and no sorting, the columns at or above the k-th largest in column order.
+template <typename T, typename Id>
+inline void select_columns(
+    const TopkPlan& plan, const T* scores, TopkScratch<Id>& scratch, T* values, Id* ids
+) {
+  int32_t maxima[kTopkMaxMaxima];
+  int32_t* keys = scratch.factors[0].keys;
+  const int64_t width = plan.first_width;
+  load_keys(scores, width, plan.num_maxima, keys, maxima);
+  int32_t most = kNegInfKey;
+  for (int64_t lane = 0; lane < plan.num_maxima; ++lane) {
+    most = std::max(most, maxima[lane]);
+  }
+  const int64_t want = plan.first_len;
+  const Threshold threshold =
+      find_threshold(keys, round_up(width, kLanes), want, kNegInfKey, width, most);
+  int64_t surplus = threshold.num_ge - want;  // equal keys to skip: those with the lowest columns
+  const VecI below = broadcast(threshold.key - 1);
+  int64_t num = 0;
+  for (int64_t block = 0; block < width; block += kLanes) {
+    for (uint32_t mask = mask_gt(load(keys + block), below); mask != 0; mask &= mask - 1) {
+      const int64_t column = block + __builtin_ctz(mask);
+      if (surplus > 0 && keys[column] == threshold.key) {
+        --surplus;
+        continue;
+      }
+      values[num] = scores[column];
+      ids[num] = static_cast<Id>(column);
+      ++num;
+    }
+  }
+}
+
+// Writes the picked slots in ascending order of id.
+template <typename T>
+inline void write_by_id(TopkScratch<int32_t>& scratch, int64_t num, T* values, int32_t* ids) {
+  if (num <= kMaxCounted) {
+    count_id_ranks(scratch.picked_ids, num, scratch.ranks);
+    for (int64_t pos = 0; pos < num; ++pos) {
+      const int32_t rank = scratch.ranks[pos];
+      ids[rank] = scratch.picked_ids[pos];
+      values[rank] = from_f32<T>(key_score(scratch.picked_keys[pos]));
+    }
+    return;
+  }
+  for (int64_t pos = 0; pos < num; ++pos) {
+    const uint64_t id = static_cast<uint32_t>(scratch.picked_ids[pos]);
+    scratch.radix[0][pos] = id << 32 | static_cast<uint32_t>(scratch.picked_keys[pos]);
+  }
+  const uint64_t* sorted = radix_sort(scratch.radix[0], scratch.radix[1], num);
+  for (int64_t pos = 0; pos < num; ++pos) {
+    ids[pos] = static_cast<int32_t>(sorted[pos] >> 32);
+    values[pos] = from_f32<T>(key_score(static_cast<int32_t>(sorted[pos] & 0xffffffffu)));
+  }
+}
+
+template <typename T>
+inline void write_by_id(TopkScratch<int64_t>& scratch, int64_t num, T* values, int64_t* ids) {
+  sort_by_id(scratch.picked_ids, scratch.picked_keys, scratch.pairs, num);
+  for (int64_t pos = 0; pos < num; ++pos) {
+    ids[pos] = scratch.picked_ids[pos];
+    values[pos] = from_f32<T>(key_score(scratch.picked_keys[pos]));
+  }
+}
+
+template <typename T, typename Id>
+inline void select_slots(
+    const TopkPlan& plan, const T* scores, TopkScratch<Id>& scratch, T* values, Id* ids
+) {
+  int32_t maxima[2][kTopkMaxMaxima];
+  Estimate estimate[2];
+  int32_t list_len = 0;
+  for (size_t f = 0; f < plan.stages.size(); ++f) {
+    const TopkStage& stage = plan.stages[f];
+    const bool last = f + 1 == plan.stages.size();
+    const TopkFactor& factor = scratch.factors[1];
+    load_keys(scores + stage.column_offset, stage.width, plan.num_maxima, factor.keys, maxima[1]);
+    sort_maxima(maxima[1], plan.num_maxima, stage.width, scratch.ranks, &estimate[1]);
+    const float factor_most = estimate[1].scores[0];
+    int32_t bound;
+    if (f == 0) {
+      const TopkFactor& first = scratch.factors[0];
+      load_keys(scores, plan.first_width, plan.num_maxima, first.keys, maxima[0]);
+      sort_maxima(maxima[0], plan.num_maxima, plan.first_width, scratch.ranks, &estimate[0]);
+      const float first_most = estimate[0].scores[0];
+      bound = sum_bound(
+          stage, estimate[0].scores, estimate[0].length, estimate[1].scores, estimate[1].length
+      );
+      list_len = make_list(
+          first,
+          plan.first_width,
+          plan.first_len,
+          column_bound(bound, factor_most),
+          first_most,
+          scratch,
+          scratch.list_scores,
+          scratch.list_ids
+      );
+    } else {
+      bound = sum_bound(
+          stage, scratch.list_scores, list_len, estimate[1].scores, estimate[1].length
+      );
+    }
+    const int32_t factor_len = make_list(
+        factor,
+        stage.width,
+        stage.factor_len,
+        column_bound(bound, scratch.list_scores[0]),
+        factor_most,
+        scratch,
+        scratch.factor_scores,
+        scratch.factor_cols
+    );
+    bound = std::max(
+        bound, sum_bound(stage, scratch.list_scores, list_len, scratch.factor_scores, factor_len)
+    );
+    const Candidates candidates =
+        make_candidates(stage, scratch, list_len, factor_len, bound);
+    const int32_t most = order_key(scratch.list_scores[0] + scratch.factor_scores[0]);
+    const Threshold threshold = find_threshold(
+        scratch.candidates,
+        candidates.padded,
+        stage.num_selected,
+        bound,
+        candidates.num_ge,
+        most
+    );
+    if (!last) {
+      pick_running<T>(stage, scratch, candidates, threshold);
+      list_len = stage.num_selected;
+      continue;
+    }
+    pick_last(stage, scratch, candidates, threshold);
+    write_by_id(scratch, stage.num_selected, values, ids);
+    if (threshold.key == kNegInfKey) {  // NaN travelled as -inf
+      for (int64_t pos = 0; pos < stage.num_selected; ++pos) {
+        values[pos] = slot_value(plan, scores, ids[pos]);
+      }
+    }
+  }
+}
+
+template <typename T, typename Id>
+void select_rows(
+    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<Id>& scratch, int64_t begin, int64_t end
+) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* scores = static_cast<const T*>(params.scores) + params.scores_rows.offset(row);
+    T* values = static_cast<T*>(params.values) + row * params.num_selected;
+    Id* ids = static_cast<Id*>(params.indices) + row * params.num_selected;
+    if (plan.stages.empty()) {
+      select_columns(plan, scores, scratch, values, ids);
+    } else {
+      select_slots(plan, scores, scratch, values, ids);
+    }
+  }
+}
+
+template <typename Id>
+void select_rows_of(
+    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<Id>& scratch, int64_t begin, int64_t end
+) {
+  switch (params.dtype) {
+    case DType::kBf16:
+      return select_rows<Bf16>(params, plan, scratch, begin, end);
+    case DType::kF16:
+      return select_rows<F16>(params, plan, scratch, begin, end);
+    default:
+      return select_rows<float>(params, plan, scratch, begin, end);
+  }
+}
+
+void topk_rows_narrow(
+    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<int32_t>& scratch, int64_t begin, int64_t end
+) {
+  select_rows_of(params, plan, scratch, begin, end);
+}
+
+void topk_rows_wide(
+    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<int64_t>& scratch, int64_t begin, int64_t end
+) {
+  select_rows_of(params, plan, scratch, begin, end);
+}
+
+}  // namespace topk_impl
+}  // namespace SDM_ISA
+}  // namespace sdm

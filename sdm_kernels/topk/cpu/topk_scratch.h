@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Working memory of one worker of the top-k forward, carved out of one allocation.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "sdm_kernels/common/hd.h"
+#include "sdm_kernels/topk/cpu/topk_plan.h"
+
+namespace sdm {
+
+// Candidates that lie next to each other in TopkScratch::candidates: sums of one fixed rank of one
+// list with consecutive ranks of the other, hence descending.
+struct TopkRun {
+  int32_t position;   // of the first key in `candidates`, a multiple of the lanes
+  int32_t length;     // keys, padded
+  int32_t fixed;      // rank in the fixed list
+  int32_t first;      // rank of the first key in the other list
+  bool fixed_factor;  // the fixed rank is one of the factor, not of the running list
+};
+
+// One factor on its way from raw columns to a list in descending order.
+struct TopkFactor {
+  int32_t* keys;     // [max_width] order keys of all columns, then of those that may matter
+  int32_t* columns;  // [max_width] columns of the latter
+};
+
+// Id is int32_t or int64_t. Every array has kTopkMaxLanes elements of slack.
+template <typename Id>
+struct TopkScratch {
+  TopkFactor factors[2];
+  float* list_scores;     // [max_selected] running list, descending
+  Id* list_ids;           // [max_selected]
+  float* factor_scores;   // [max_selected] factor list, descending
+  int32_t* factor_cols;   // [max_selected]
+  int32_t* candidates;    // [max_candidates] keys of sums
+  int32_t* tied;          // [max_candidates] tie payloads; also room for sorting
+  int64_t* merged;        // [max_selected] key and tie payload in one word
+  int32_t* picked_keys;   // [max_selected]
+  Id* picked_ids;         // [max_selected]
+  int32_t* ranks;         // [max(max_selected, kTopkMaxMaxima)]
+  uint64_t* radix[2];     // [max_selected]
+  std::pair<int64_t, int32_t>* pairs;  // [max_selected]
+  TopkRun runs[80];       // at most 2 * floor(sqrt(kMaxTopk)) = 64
+};
+
+// Carves `memory` (64-byte aligned, or null to measure only) and returns the bytes needed.
+template <typename Id>
+int64_t carve_topk_scratch(const TopkPlan& plan, char* memory, TopkScratch<Id>* scratch) {
+  int64_t used = 0;
+  auto take = [&](auto*& pointer, int64_t count) {
+    using T = std::remove_reference_t<decltype(*pointer)>;
+    pointer = memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + used);
+    used += round_up((count + 2 * kTopkMaxLanes) * static_cast<int64_t>(sizeof(T)), 64);
+  };
+  const bool paired = plan.num_factors > 1;
+  for (TopkFactor& factor : scratch->factors) {
+    take(factor.keys, plan.max_width);
+    take(factor.columns, paired ? plan.max_width : 0);
+  }
+  take(scratch->list_scores, plan.max_selected);
+  take(scratch->list_ids, plan.max_selected);
+  take(scratch->factor_scores, plan.max_selected);
+  take(scratch->factor_cols, plan.max_selected);
+  take(scratch->candidates, plan.max_candidates);
+  take(scratch->tied, plan.max_candidates);
+  take(scratch->merged, plan.max_selected);
+  take(scratch->picked_keys, plan.max_selected);
+  take(scratch->picked_ids, plan.max_selected);
+  take(scratch->ranks, std::max<int64_t>(plan.max_selected, kTopkMaxMaxima));
+  take(scratch->radix[0], plan.max_selected);
+  take(scratch->radix[1], plan.max_selected);
+  take(scratch->pairs, plan.max_selected);
+  return used;
+}
+
+}  // namespace sdm
