@@ -1,5 +1,5 @@
-//! @file The op schemas, once, and one block of implementations per backend; no logic.
 // SPDX-License-Identifier: Apache-2.0
+//! @file The op schemas, once, and one block of implementations per backend; no logic.
 #include "torch-ext/torch_binding.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,7 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
 //! @file The C++ entry points of the ops: one declaration per op and backend.
 //! Name = schema name + backend (a trailing underscore of the schema serves as the separator).
 //! Shapes and meanings: docs/semantics.md; they are checked by the functions themselves.
-// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>

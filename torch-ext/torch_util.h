@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 //! @file The only file that touches the raw C shims of torch: dtype map, argument checks,
 //! allocation, the parallel loop, and in a CUDA build the current stream and the device guard.
 //!
@@ -5,7 +6,6 @@
 //! wrappers, these keep a direct call of an op from reading memory that is not there. They throw
 //! std::runtime_error, which torch turns into RuntimeError. Check everything before a parallel
 //! loop: the text of an exception thrown inside one is lost.
-// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <array>
