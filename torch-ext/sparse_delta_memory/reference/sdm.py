@@ -65,13 +65,16 @@ def sdm(
         spans = list(zip(offsets[:-1], offsets[1:]))
         batches = [tuple(x[:, first:last] for x in tokens) for first, last in spans]
         shared = initial_state.dim() == 3
-        states = [initial_state if shared else initial_state[n : n + 1] for n in range(len(spans))]
+        if shared:
+            initial_state = initial_state.unsqueeze(0)
+        states = [
+            initial_state[:1] if shared else initial_state[n : n + 1] for n in range(len(spans))
+        ]
     results = [_sequences(*batch, state) for batch, state in zip(batches, states)]
     out = torch.cat([out for out, _ in results] or [v], dim=1)
     if not output_final_state:
         return out, None
-    no_states = initial_state.new_empty((0, *initial_state.shape[-3:]))
-    return out, torch.cat([state for _, state in results] or [no_states], dim=0)
+    return out, torch.cat([state for _, state in results] or [initial_state[:0]], dim=0)
 
 
 def _sequences(
