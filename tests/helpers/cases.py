@@ -115,7 +115,7 @@ def make(case, device="cpu", seed=0):
             outside = torch.tensor([-1, S, -(2**31), 2**31 - 1])
             outside = outside[torch.randint(4, ids.shape, generator=gen)]
             ids = torch.where(uniform(*ids.shape) < 0.4, outside, ids)
-        return ids
+        return ids.contiguous()
 
     gate_shape = (B, T, H, W) if case.gate_per_write else (B, T, H)
     g = -1.6 + 1.59 * uniform(*gate_shape)

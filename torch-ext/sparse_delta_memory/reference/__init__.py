@@ -2,5 +2,6 @@
 """Plain PyTorch definitions of the ops: what the tests compare with and the documentation cites."""
 
 from .sdm import sdm
+from .topk import product_key_topk
 
-__all__ = ["sdm"]
+__all__ = ["product_key_topk", "sdm"]
