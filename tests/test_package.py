@@ -3,6 +3,7 @@
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ ALLOWED_SYMBOLS = re.compile(
     r"^(aoti_torch_\w+|torch_\w+|PyModule_Create2|cuda\w+|__cuda\w+"
     r"|_ZN?K?S[a-z0-9]\w*|_ZT[ITV]N?K?S[a-z]\w*|_ZT[IV]N10__cxxabiv1\w+|_ZT[ITV]\w?|_Z(dl|da|nw|na)\w+"
     r"|__cxa_\w+|__gxx_personality_v0|_Unwind_\w+|_ITM_\w+|__gmon_start__|__libc_single_threaded"
-    r"|[a-z][a-z0-9_]*|__\w+_chk|__errno_location|__stack_chk_fail|__tls_get_addr|__assert_fail)$"
+    r"|[a-z][a-z0-9_]*|__\w+[dst]i[23]|__\w+_chk|__errno_location|__stack_chk_fail|__tls_get_addr|__assert_fail)$"
 )
 
 
@@ -176,6 +177,28 @@ def test_library_needs_only_stable_symbols(library):
 def test_library_exports_only_its_module(library, metadata):
     strong = [name for kind, name in _symbols(library, "--defined-only") if kind == "T"]
     assert strong == [f"PyInit_{metadata.id}"]
+
+
+def test_wide_instructions_stay_in_their_namespace(library):
+    """An older processor runs this library too, so only code chosen at run time may be wide.
+
+    An inline function of a header that is compiled inside a target pragma by accident would be the
+    copy that the linker keeps for everyone.
+    """
+    if platform.machine() != "x86_64" or shutil.which("objdump") is None:
+        pytest.skip("needs objdump on x86-64")
+    command = ["objdump", "-d", "--no-show-raw-insn", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    function, found = "", set()
+    wide = re.compile(r":\s+(v\w+ .*%[xyz]mm|.*%[yz]mm|\w+x\s.*%k[0-7])")
+    for line in text.splitlines():
+        header = re.match(r"[0-9a-f]+ <(.*)>:$", line)
+        if header:
+            function = header.group(1)
+        elif "isa_avx" not in function and wide.search(line):
+            found.add(function)
+    assert text
+    assert not found
 
 
 def test_library_holds_no_path_of_this_machine(library):
