@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file The top-k backward on the CPU: d_scores[column of factor f] = sum of the d_values whose slot
-//! uses that column, added in lane order.
+//! @file The top-k backward on the CPU: d_scores[column of factor f] = sum of the d_values whose
+//! slot uses that column, added in lane order.
 //!
 //! Bytes per row: kk * (dtype + id) read, N * dtype written; F * kk divisions and additions. Rows
 //! are independent, so threads share them and no sum depends on the split. Sums are float32 (double
@@ -46,8 +46,8 @@ BwdPlan make_plan(const TopkBwdParams& params) {
   return plan;
 }
 
-// Calls f(column) for the column of every factor. Unsigned: a shift for powers of two is not worth a
-// branch, but 32-bit division is several times faster than 64-bit.
+// Calls f(column) for the column of every factor. Unsigned: a shift for powers of two is not worth
+// a branch, but 32-bit division is several times faster than 64-bit.
 template <typename Word, typename F>
 inline void for_each_column(const BwdPlan& plan, Word id, F&& f) {
   for (const Radix& radix : plan.radices) {
@@ -96,7 +96,9 @@ void scatter_rows(
         continue;
       }
       const Sum d_value = load_sum<T, Sum>(d_values[lane * params.d_values_stride]);
-      for_each_column(plan, static_cast<Word>(id), [&](int64_t column) { sums[column] += d_value; });
+      for_each_column(plan, static_cast<Word>(id), [&](int64_t column) {
+        sums[column] += d_value;
+      });
     }
     if constexpr (!std::is_same_v<T, Sum>) {
       for (int64_t lane = 0; lane < num_selected; ++lane) {
@@ -131,10 +133,9 @@ Status run(const TopkBwdParams& params, const cpu::ParallelFor& parallel) {
     return Status::kOutOfMemory;
   }
   void (*scatter)(const TopkBwdParams&, const BwdPlan&, Sum*, int64_t, int64_t) =
-      params.wide_ids
-          ? (plan.num_slots > UINT32_MAX ? &scatter_rows<T, Sum, int64_t, uint64_t>
-                                         : &scatter_rows<T, Sum, int64_t, uint32_t>)
-          : &scatter_rows<T, Sum, int32_t, uint32_t>;
+      params.wide_ids ? (plan.num_slots > UINT32_MAX ? &scatter_rows<T, Sum, int64_t, uint64_t>
+                                                     : &scatter_rows<T, Sum, int64_t, uint32_t>)
+                      : &scatter_rows<T, Sum, int32_t, uint32_t>;
   cpu::for_each_item(parallel, num_blocks, [&](int64_t worker, int64_t block) {
     scatter(
         params,

@@ -62,9 +62,7 @@ void select_row_f64(
 ) {
   rank_factor_f64(scratch.list, scores, plan.first_width, plan.first_len);
   for (const TopkStage& stage : plan.stages) {
-    rank_factor_f64(
-        scratch.factor, scores + stage.column_offset, stage.width, stage.factor_len
-    );
+    rank_factor_f64(scratch.factor, scores + stage.column_offset, stage.width, stage.factor_len);
     scratch.candidates.clear();
     for (int32_t i = 0; i < stage.list_len; ++i) {
       const int32_t end = std::min(stage.num_selected / (i + 1), stage.factor_len);
@@ -82,9 +80,9 @@ void select_row_f64(
     scratch.list.swap(scratch.candidates);
   }
   std::sort(
-      scratch.list.begin(),
-      scratch.list.end(),
-      [](const TopkPickF64& a, const TopkPickF64& b) { return a.id < b.id; }
+      scratch.list.begin(), scratch.list.end(), [](const TopkPickF64& a, const TopkPickF64& b) {
+        return a.id < b.id;
+      }
   );
   for (size_t pos = 0; pos < scratch.list.size(); ++pos) {
     ids[pos] = static_cast<Id>(scratch.list[pos].id);

@@ -11,11 +11,13 @@
 //!   order    by id
 //! All of it is integer compares in fixed order, so the result depends on nothing but the row.
 
+// clang-format off: each needs those above it
 #include "sdm_kernels/topk/cpu/topk_simd-inl.h"
-#include "sdm_kernels/topk/cpu/topk_threshold-inl.h"
 #include "sdm_kernels/topk/cpu/topk_sort-inl.h"
+#include "sdm_kernels/topk/cpu/topk_threshold-inl.h"
 #include "sdm_kernels/topk/cpu/topk_list-inl.h"
 #include "sdm_kernels/topk/cpu/topk_stage-inl.h"
+// clang-format on
 
 namespace sdm {
 namespace SDM_ISA {
@@ -120,10 +122,12 @@ inline void select_slots(
           scratch.list_ids
       );
     } else {
-      bound = sum_bound(
-          stage, scratch.list_scores, list_len, estimate[1].scores, estimate[1].length
-      );
+      bound = kNegInfKey;
     }
+    bound = std::max(
+        bound,
+        sum_bound(stage, scratch.list_scores, list_len, estimate[1].scores, estimate[1].length)
+    );
     const int32_t factor_len = make_list(
         factor,
         stage.width,
@@ -137,16 +141,10 @@ inline void select_slots(
     bound = std::max(
         bound, sum_bound(stage, scratch.list_scores, list_len, scratch.factor_scores, factor_len)
     );
-    const Candidates candidates =
-        make_candidates(stage, scratch, list_len, factor_len, bound);
+    const Candidates candidates = make_candidates(stage, scratch, list_len, factor_len, bound);
     const int32_t most = order_key(scratch.list_scores[0] + scratch.factor_scores[0]);
     const Threshold threshold = find_threshold(
-        scratch.candidates,
-        candidates.padded,
-        stage.num_selected,
-        bound,
-        candidates.num_ge,
-        most
+        scratch.candidates, candidates.padded, stage.num_selected, bound, candidates.num_ge, most
     );
     if (!last) {
       pick_running<T>(stage, scratch, candidates, threshold);
@@ -163,12 +161,32 @@ inline void select_slots(
   }
 }
 
+// Asks for the first columns of a row while the row before it is worked on; the hardware follows
+// a longer one by itself.
+template <typename T>
+inline void prefetch(const T* scores, int64_t num_columns) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  const int64_t end = std::min<int64_t>(num_columns, 4096 / sizeof(T));
+  for (int64_t column = 0; column < end; column += kLine) {
+    __builtin_prefetch(scores + column);
+  }
+}
+
 template <typename T, typename Id>
 void select_rows(
-    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<Id>& scratch, int64_t begin, int64_t end
+    const TopkFwdParams& params,
+    const TopkPlan& plan,
+    TopkScratch<Id>& scratch,
+    int64_t begin,
+    int64_t end
 ) {
+  const T* next = static_cast<const T*>(params.scores) + params.scores_rows.offset(begin);
   for (int64_t row = begin; row < end; ++row) {
-    const T* scores = static_cast<const T*>(params.scores) + params.scores_rows.offset(row);
+    const T* scores = next;
+    if (row + 1 < params.num_rows) {
+      next = static_cast<const T*>(params.scores) + params.scores_rows.offset(row + 1);
+      prefetch(next, plan.num_columns);
+    }
     T* values = static_cast<T*>(params.values) + row * params.num_selected;
     Id* ids = static_cast<Id*>(params.indices) + row * params.num_selected;
     if (plan.stages.empty()) {
@@ -181,7 +199,11 @@ void select_rows(
 
 template <typename Id>
 void select_rows_of(
-    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<Id>& scratch, int64_t begin, int64_t end
+    const TopkFwdParams& params,
+    const TopkPlan& plan,
+    TopkScratch<Id>& scratch,
+    int64_t begin,
+    int64_t end
 ) {
   switch (params.dtype) {
     case DType::kBf16:
@@ -194,13 +216,21 @@ void select_rows_of(
 }
 
 void topk_rows_narrow(
-    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<int32_t>& scratch, int64_t begin, int64_t end
+    const TopkFwdParams& params,
+    const TopkPlan& plan,
+    TopkScratch<int32_t>& scratch,
+    int64_t begin,
+    int64_t end
 ) {
   select_rows_of(params, plan, scratch, begin, end);
 }
 
 void topk_rows_wide(
-    const TopkFwdParams& params, const TopkPlan& plan, TopkScratch<int64_t>& scratch, int64_t begin, int64_t end
+    const TopkFwdParams& params,
+    const TopkPlan& plan,
+    TopkScratch<int64_t>& scratch,
+    int64_t begin,
+    int64_t end
 ) {
   select_rows_of(params, plan, scratch, begin, end);
 }

@@ -9,12 +9,9 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "sdm_kernels/common/dtype.h"
 #include "sdm_kernels/common/order.h"
+#include "sdm_kernels/cpu/intrinsics.h"
 #include "sdm_kernels/cpu/isa.h"
 #include "sdm_kernels/cpu/parallel.h"
 #include "sdm_kernels/topk/cpu/topk_choose.h"
@@ -40,13 +37,9 @@ template <typename F>
 void for_each_block(
     const TopkFwdParams& params, const cpu::ParallelFor& parallel, int64_t rows, F&& f
 ) {
-  cpu::for_each_item(
-      parallel,
-      ceil_div(params.num_rows, rows),
-      [&](int64_t worker, int64_t block) {
-        f(worker, block * rows, std::min(params.num_rows, (block + 1) * rows));
-      }
-  );
+  cpu::for_each_item(parallel, ceil_div(params.num_rows, rows), [&](int64_t worker, int64_t block) {
+    f(worker, block * rows, std::min(params.num_rows, (block + 1) * rows));
+  });
 }
 
 template <typename Id, typename Function>

@@ -66,7 +66,11 @@ inline void sort_maxima(
 
 // A key that the c-th largest sum of the stage is not below.
 inline int32_t sum_bound(
-    const TopkStage& stage, const float* list, int32_t list_len, const float* factor, int32_t factor_len
+    const TopkStage& stage,
+    const float* list,
+    int32_t list_len,
+    const float* factor,
+    int32_t factor_len
 ) {
   int32_t bound = kNegInfKey;
   for (const auto& pair : stage.bounds) {
@@ -100,8 +104,7 @@ inline int64_t keep_columns(const TopkFactor& factor, int64_t width, int32_t bou
     const VecI key = load(factor.keys + column);
     const uint32_t mask = mask_gt(key, below);
     if (mask != 0) {
-      compress_store(factor.columns + kept, columns, mask);
-      kept += compress_store(factor.keys + kept, key, mask);
+      kept += compress_store(factor.columns + kept, columns, factor.keys + kept, key, mask);
     }
     columns += kLanes;
   }
@@ -129,7 +132,7 @@ inline void keep_best(
   store(factor.keys + kept, broadcast(kLowestKey));
 }
 
-// Sorts `num` kept columns into `scores` and `ids`, with scores padded by -inf.
+// Sorts `num` kept columns into `scores` and `ids`.
 template <typename Id, typename Scratch>
 inline void sort_columns(
     const TopkFactor& factor, int64_t num, Scratch& scratch, float* scores, Id* ids
@@ -145,16 +148,17 @@ inline void sort_columns(
     // Ascending and stable in column order is, read backwards, the order wanted.
     for (int64_t pos = 0; pos < num; ++pos) {
       const uint32_t unsigned_key = static_cast<uint32_t>(factor.keys[pos]) ^ 0x80000000u;
-      scratch.radix[0][pos] = uint64_t{unsigned_key} << 32 | static_cast<uint32_t>(factor.columns[pos]);
+      scratch.radix[0][pos] =
+          uint64_t{unsigned_key} << 32 | static_cast<uint32_t>(factor.columns[pos]);
     }
     const uint64_t* sorted = radix_sort(scratch.radix[0], scratch.radix[1], num);
     for (int64_t rank = 0; rank < num; ++rank) {
       const uint64_t word = sorted[num - 1 - rank];
-      scores[rank] = key_score(static_cast<int32_t>(static_cast<uint32_t>(word >> 32) ^ 0x80000000u));
+      scores[rank] =
+          key_score(static_cast<int32_t>(static_cast<uint32_t>(word >> 32) ^ 0x80000000u));
       ids[rank] = static_cast<Id>(word & 0xffffffffu);
     }
   }
-  store(scores + num, broadcast(-INFINITY));
 }
 
 // The list of a factor whose keys are loaded; returns its length, at most `want`.
@@ -170,12 +174,14 @@ inline int32_t make_list(
     Id* ids
 ) {
   int64_t num = keep_columns(factor, width, bound);
-  if (num > want) {
+  if (num > want + kTopkListSlack) {
     keep_best(factor, num, want, bound, order_key(most));
     num = want;
   }
   sort_columns(factor, num, scratch, scores, ids);
-  return static_cast<int32_t>(num);
+  const int64_t length = std::min<int64_t>(num, want);
+  store(scores + length, broadcast(-INFINITY));
+  return static_cast<int32_t>(length);
 }
 
 }  // namespace topk_impl

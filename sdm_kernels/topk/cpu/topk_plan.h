@@ -21,12 +21,12 @@ constexpr int64_t kTopkMaxMaxima = 64;
 
 // Combines the running list (of the factors before) with one more factor.
 struct TopkStage {
-  int64_t width;            // columns of the factor
-  int64_t column_offset;    // of the factor in the row
-  int32_t list_len;         // n = min(k, product of the widths before)
-  int32_t factor_len;       // m = min(k, width)
-  int32_t num_selected;     // c = min(k, n * m)
-  int32_t root;             // floor(sqrt(c))
+  int64_t width;               // columns of the factor
+  int64_t column_offset;       // of the factor in the row
+  int32_t list_len;            // n = min(k, product of the widths before)
+  int32_t factor_len;          // m = min(k, width)
+  int32_t num_selected;        // c = min(k, n * m)
+  int32_t root;                // floor(sqrt(c))
   std::vector<int32_t> limit;  // [root] c / (i + 1): ranks j below it pair with rank i
 
   // Pairs (r, q) of ranks with (r + 1) * (q + 1) >= c: the sum of any of them is not above the
@@ -36,13 +36,13 @@ struct TopkStage {
 
 struct TopkPlan {
   int64_t num_factors;
-  int64_t num_columns;    // N
-  int64_t first_width;    // n_0
-  int64_t max_width;      // widest factor
-  int64_t num_maxima;     // lane maxima per factor: 16, 32 or 64
-  int32_t first_len;      // min(k, n_0)
-  int32_t max_selected;   // largest c
-  int64_t max_candidates; // keys one stage can hold, vectors padded
+  int64_t num_columns;            // N
+  int64_t first_width;            // n_0
+  int64_t max_width;              // widest factor
+  int64_t num_maxima;             // lane maxima per factor: 16, 32 or 64
+  int32_t first_len;              // min(k, n_0)
+  int32_t max_selected;           // largest c
+  int64_t max_candidates;         // keys one stage can hold, vectors padded
   std::vector<TopkStage> stages;  // [F - 1]
 };
 
@@ -53,7 +53,9 @@ inline TopkPlan make_topk_plan(const TopkFwdParams& params) {
   plan.first_width = params.factor_dims[0];
   plan.first_len = static_cast<int32_t>(std::min(k, plan.first_width));
   plan.max_selected = plan.first_len;
-  plan.num_maxima = k <= 64 ? 16 : k <= 256 ? 32 : kTopkMaxMaxima;
+  // At least twice the ranks that matter most, sqrt(k): fewer bound loosely, more cost their
+  // sorting.
+  plan.num_maxima = k <= 16 ? 16 : k <= 256 ? 32 : kTopkMaxMaxima;
   int64_t list_len = plan.first_len;
   for (int64_t f = 0; f < params.num_factors; ++f) {
     const int64_t width = params.factor_dims[f];

@@ -12,6 +12,9 @@
 
 namespace sdm {
 
+// Up to this many columns too many are sorted along; more are first cut by their threshold.
+constexpr int64_t kTopkListSlack = 32;
+
 // Candidates that lie next to each other in TopkScratch::candidates: sums of one fixed rank of one
 // list with consecutive ranks of the other, hence descending.
 struct TopkRun {
@@ -32,19 +35,21 @@ struct TopkFactor {
 template <typename Id>
 struct TopkScratch {
   TopkFactor factors[2];
-  float* list_scores;     // [max_selected] running list, descending
-  Id* list_ids;           // [max_selected]
-  float* factor_scores;   // [max_selected] factor list, descending
-  int32_t* factor_cols;   // [max_selected]
-  int32_t* candidates;    // [max_candidates] keys of sums
-  int32_t* tied;          // [max_candidates] tie payloads; also room for sorting
-  int64_t* merged;        // [max_selected] key and tie payload in one word
-  int32_t* picked_keys;   // [max_selected]
-  Id* picked_ids;         // [max_selected]
-  int32_t* ranks;         // [max(max_selected, kTopkMaxMaxima)]
-  uint64_t* radix[2];     // [max_selected]
+  // Lists, descending; sorting may leave up to kTopkListSlack surplus elements behind the end.
+  float* list_scores;    // [max_selected] running list
+  Id* list_ids;          // [max_selected]
+  float* factor_scores;  // [max_selected] factor list
+  int32_t* factor_cols;  // [max_selected]
+
+  int32_t* candidates;                 // [max_candidates] keys of sums
+  int32_t* tied;                       // [max_candidates] tie payloads; also room for sorting
+  int64_t* merged;                     // [max_selected] key and tie payload in one word
+  int32_t* picked_keys;                // [max_selected]
+  Id* picked_ids;                      // [max_selected]
+  int32_t* ranks;                      // [max_selected or kTopkMaxMaxima]
+  uint64_t* radix[2];                  // [max_selected]
   std::pair<int64_t, int32_t>* pairs;  // [max_selected]
-  TopkRun runs[80];       // at most 2 * floor(sqrt(kMaxTopk)) = 64
+  TopkRun runs[80];                    // at most 2 * floor(sqrt(kMaxTopk)) = 64
 };
 
 // Carves `memory` (64-byte aligned, or null to measure only) and returns the bytes needed.
@@ -61,18 +66,18 @@ int64_t carve_topk_scratch(const TopkPlan& plan, char* memory, TopkScratch<Id>* 
     take(factor.keys, plan.max_width);
     take(factor.columns, paired ? plan.max_width : 0);
   }
-  take(scratch->list_scores, plan.max_selected);
-  take(scratch->list_ids, plan.max_selected);
-  take(scratch->factor_scores, plan.max_selected);
-  take(scratch->factor_cols, plan.max_selected);
+  take(scratch->list_scores, plan.max_selected + kTopkListSlack);
+  take(scratch->list_ids, plan.max_selected + kTopkListSlack);
+  take(scratch->factor_scores, plan.max_selected + kTopkListSlack);
+  take(scratch->factor_cols, plan.max_selected + kTopkListSlack);
   take(scratch->candidates, plan.max_candidates);
   take(scratch->tied, plan.max_candidates);
   take(scratch->merged, plan.max_selected);
   take(scratch->picked_keys, plan.max_selected);
   take(scratch->picked_ids, plan.max_selected);
-  take(scratch->ranks, std::max<int64_t>(plan.max_selected, kTopkMaxMaxima));
-  take(scratch->radix[0], plan.max_selected);
-  take(scratch->radix[1], plan.max_selected);
+  take(scratch->ranks, std::max(plan.max_selected + kTopkListSlack, kTopkMaxMaxima));
+  take(scratch->radix[0], plan.max_selected + kTopkListSlack);
+  take(scratch->radix[1], plan.max_selected + kTopkListSlack);
   take(scratch->pairs, plan.max_selected);
   return used;
 }

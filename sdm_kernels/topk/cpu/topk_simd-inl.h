@@ -114,6 +114,19 @@ inline VecF key_scores(VecI key) {
   return reinterpret_cast<VecF>(key ^ ((key >> 31) & 0x7fffffff));
 }
 
+inline int32_t sum_lanes(VecI v) {
+#if SDM_ISA_IS_AVX512
+  return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v));
+#elif SDM_ISA_IS_AVX2
+  const __m256i all = reinterpret_cast<__m256i>(v);
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
+#else
+  return v[0] + v[1] + v[2] + v[3];
+#endif
+}
+
 // Number of keys >= bound (bound > kLowestKey) among `padded` keys, a multiple of kLanes.
 inline int64_t count_ge(const int32_t* keys, int64_t padded, int32_t bound) {
   const VecI below = broadcast(bound - 1);
@@ -126,27 +139,60 @@ inline int64_t count_ge(const int32_t* keys, int64_t padded, int32_t bound) {
   if (pos < padded) {
     count[0] -= load(keys + pos) > below;
   }
-  count[0] += count[1];
-  int64_t total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    total += count[0][lane];
-  }
-  return total;
+  return sum_lanes(count[0] + count[1]);
 }
 
-// Writes the lanes of v whose mask bit is set next to each other; may write a whole vector.
-// Returns how many there are.
-inline int compress_store(int32_t* out, VecI v, uint32_t mask) {
+#if SDM_ISA_IS_AVX2
+// The lanes that move_lanes brings to the front for every mask, 4 bits each.
+struct CompressTable {
+  uint32_t lanes[256];
+
+  constexpr CompressTable() : lanes() {
+    for (uint32_t mask = 0; mask < 256; ++mask) {
+      uint32_t packed = 0;
+      int shift = 0;
+      for (uint32_t lane = 0; lane < 8; ++lane) {
+        if (mask >> lane & 1) {
+          packed |= lane << shift;
+          shift += 4;
+        }
+      }
+      lanes[mask] = packed;
+    }
+  }
+};
+
+constexpr CompressTable kCompressTable;
+#endif
+
+// Writes the lanes of a whose mask bit is set next to each other, and those of b likewise; may
+// write whole vectors. Returns how many lanes there are.
+inline int compress_store(int32_t* out_a, VecI a, int32_t* out_b, VecI b, uint32_t mask) {
 #if SDM_ISA_IS_AVX512
-  _mm512_storeu_si512(
-      out, _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(v))
+  const __mmask16 lanes = static_cast<__mmask16>(mask);
+  _mm512_storeu_si512(out_a, _mm512_maskz_compress_epi32(lanes, reinterpret_cast<__m512i>(a)));
+  _mm512_storeu_si512(out_b, _mm512_maskz_compress_epi32(lanes, reinterpret_cast<__m512i>(b)));
+#elif SDM_ISA_IS_AVX2
+  const __m256i packed = _mm256_set1_epi32(static_cast<int32_t>(kCompressTable.lanes[mask]));
+  // The permutation looks at the low three bits only.
+  const __m256i lanes = _mm256_srlv_epi32(packed, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+  store(
+      out_a,
+      reinterpret_cast<VecI>(_mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(a), lanes))
+  );
+  store(
+      out_b,
+      reinterpret_cast<VecI>(_mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(b), lanes))
   );
 #else
-  int32_t lanes[kLanes];
-  store(lanes, v);
-  int32_t* next = out;
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    *next++ = lanes[__builtin_ctz(rest)];
+  int32_t lanes_a[kLanes];
+  int32_t lanes_b[kLanes];
+  store(lanes_a, a);
+  store(lanes_b, b);
+  int next = 0;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1, ++next) {
+    out_a[next] = lanes_a[__builtin_ctz(rest)];
+    out_b[next] = lanes_b[__builtin_ctz(rest)];
   }
 #endif
   return __builtin_popcount(mask);

@@ -11,9 +11,9 @@ namespace SDM_ISA {
 namespace topk_impl {
 
 struct Candidates {
-  int32_t padded;    // keys, a multiple of kLanes
+  int32_t padded;  // keys, a multiple of kLanes
   int32_t num_runs;
-  int64_t num_ge;    // keys >= the bound
+  int64_t num_ge;  // keys >= the bound
 };
 
 // Appends other[first .. end) + fixed; returns false if not even the first sum reaches the bound.
@@ -60,14 +60,18 @@ inline Candidates make_candidates(
   for (int32_t i = 0; i < std::min(stage.root, list_len); ++i) {
     const int32_t end = std::min(stage.limit[i], factor_len);
     const TopkRun run{0, 0, i, 0, false};
-    if (!add_run(scratch, candidates, scratch.factor_scores, scratch.list_scores[i], run, end, below)) {
+    if (!add_run(
+            scratch, candidates, scratch.factor_scores, scratch.list_scores[i], run, end, below
+        )) {
       break;
     }
   }
   for (int32_t j = 0; j < std::min(stage.root, factor_len); ++j) {
     const int32_t end = std::min(stage.limit[j], list_len);
     const TopkRun run{0, 0, j, stage.root, true};
-    if (!add_run(scratch, candidates, scratch.list_scores, scratch.factor_scores[j], run, end, below)) {
+    if (!add_run(
+            scratch, candidates, scratch.list_scores, scratch.factor_scores[j], run, end, below
+        )) {
       break;
     }
   }
@@ -77,9 +81,7 @@ inline Candidates make_candidates(
 // Chooses among the candidates of exactly the threshold's key; leaves the payloads of the best
 // `want` of them in scratch.tied.
 template <typename Scratch>
-inline void choose_tied(
-    Scratch& scratch, const Candidates& candidates, int32_t key, int64_t want
-) {
+inline void choose_tied(Scratch& scratch, const Candidates& candidates, int32_t key, int64_t want) {
   int64_t num = 0;
   for (int32_t r = 0; r < candidates.num_runs; ++r) {
     const TopkRun& run = scratch.runs[r];
@@ -131,7 +133,10 @@ inline void run_ids(
 // Writes keys and ids of the best c sums, in no particular order.
 template <typename Id>
 inline void pick_last(
-    const TopkStage& stage, TopkScratch<Id>& scratch, const Candidates& candidates, Threshold threshold
+    const TopkStage& stage,
+    TopkScratch<Id>& scratch,
+    const Candidates& candidates,
+    Threshold threshold
 ) {
   const bool tied = threshold.num_ge != stage.num_selected;
   const VecI below = broadcast(tied ? threshold.key : threshold.key - 1);
@@ -164,9 +169,8 @@ inline void pick_last(
       const int32_t i = payload_first(scratch.tied[pos]);
       const int32_t j = payload_second(scratch.tied[pos]);
       scratch.picked_keys[num] = threshold.key;
-      scratch.picked_ids[num] = static_cast<Id>(
-          scratch.list_ids[i] * stage.width + scratch.factor_cols[j]
-      );
+      scratch.picked_ids[num] =
+          static_cast<Id>(scratch.list_ids[i] * stage.width + scratch.factor_cols[j]);
     }
   }
 }
@@ -174,7 +178,10 @@ inline void pick_last(
 // The best c sums become the next running list: in order, scores rounded to T.
 template <typename T, typename Id>
 inline void pick_running(
-    const TopkStage& stage, TopkScratch<Id>& scratch, const Candidates& candidates, Threshold threshold
+    const TopkStage& stage,
+    TopkScratch<Id>& scratch,
+    const Candidates& candidates,
+    Threshold threshold
 ) {
   int64_t num = 0;
   for (int32_t r = 0; r < candidates.num_runs; ++r) {

@@ -31,34 +31,29 @@ inline std::pair<int32_t, int32_t> window_range(
   return {least, most};
 }
 
-// The rank-th largest (1 = largest) of the at most kMaxWindow keys in [low, high).
-inline int32_t rank_window(
-    const int32_t* keys, int64_t padded, int32_t low, int32_t high, int64_t rank
+// The threshold for `want` given that num_hi < want keys are >= high, and that at most kMaxWindow
+// keys, enough to reach `want`, lie in [low, high).
+inline Threshold rank_window(
+    const int32_t* keys, int64_t padded, int32_t low, int32_t high, int64_t num_hi, int64_t want
 ) {
-  int32_t window[kMaxWindow + 2 * kTopkMaxLanes];
+  int32_t window[kMaxWindow + kTopkMaxLanes];
+  int32_t ranks[kMaxWindow + kTopkMaxLanes];
   const VecI below = broadcast(low - 1);
   const VecI above = broadcast(high);
   int64_t size = 0;
   for (int64_t pos = 0; pos < padded; pos += kLanes) {
     const VecI key = load(keys + pos);
-    const uint32_t mask = mask_gt(key, below) & mask_gt(above, key);
-    if (mask != 0) {
-      size += compress_store(window + size, key, mask);
+    for (uint32_t mask = mask_gt(key, below) & mask_gt(above, key); mask != 0; mask &= mask - 1) {
+      window[size++] = keys[pos + __builtin_ctz(mask)];
     }
   }
   store(window + size, broadcast(kLowestKey));
-  const int64_t window_padded = round_up(size, kLanes);
-  // The answer is the largest key with at least `rank` keys not below it.
-  int32_t best = low;
-  for (int64_t pos = 0; pos < size; ++pos) {
-    const VecI key = broadcast(window[pos] - 1);
-    int64_t num_ge = 0;
-    for (int64_t other = 0; other < window_padded; other += kLanes) {
-      num_ge += __builtin_popcount(mask_gt(load(window + other), key));
-    }
-    best = num_ge >= rank && window[pos] > best ? window[pos] : best;
+  count_ranks(window, size, ranks);
+  int64_t pos = 0;
+  while (pos + 1 < size && ranks[pos] != want - num_hi - 1) {
+    ++pos;
   }
-  return best;
+  return {window[pos], num_hi + count_ge(window, round_up(size, kLanes), window[pos])};
 }
 
 // keys: padded to a multiple of kLanes with kLowestKey. low: a key > kLowestKey with
@@ -71,13 +66,13 @@ inline Threshold find_threshold(
   int64_t num_hi = 0;
   for (int step = 0; num_low != want && hi - lo > 1; ++step) {
     if (num_low - num_hi <= kMaxWindow) {
-      const int32_t key = rank_window(
-          keys, padded, static_cast<int32_t>(lo), static_cast<int32_t>(hi), want - num_hi
+      return rank_window(
+          keys, padded, static_cast<int32_t>(lo), static_cast<int32_t>(hi), num_hi, want
       );
-      return {key, count_ge(keys, padded, key)};
     }
     if (step >= 8) {  // few distinct keys far apart: step on keys that exist
-      const auto range = window_range(keys, padded, static_cast<int32_t>(lo), static_cast<int32_t>(hi - 1) + 1);
+      const auto range =
+          window_range(keys, padded, static_cast<int32_t>(lo), static_cast<int32_t>(hi));
       lo = range.first;
       hi = int64_t{range.second} + 1;
       if (hi - lo <= 1) {
@@ -85,8 +80,10 @@ inline Threshold find_threshold(
       }
     }
     const int64_t gap = hi - lo;
-    const double share = static_cast<double>(num_low - want) / static_cast<double>(num_low - num_hi);
-    int64_t advance = step % 3 == 2 ? gap / 2 : static_cast<int64_t>(static_cast<double>(gap) * share);
+    const double share =
+        static_cast<double>(num_low - want) / static_cast<double>(num_low - num_hi);
+    int64_t advance =
+        step % 3 == 2 ? gap / 2 : static_cast<int64_t>(static_cast<double>(gap) * share);
     advance = std::min(std::max<int64_t>(advance, 1), gap - 1);
     const int64_t middle = lo + advance;
     const int64_t num_ge = count_ge(keys, padded, static_cast<int32_t>(middle));
