@@ -18,7 +18,7 @@ WORKERS ?= 2
 .PHONY: demo test build build-cuda lint bench clean
 
 demo: build
-	LOCAL_KERNELS="$(REPO)" $(PY) examples/demo.py
+	LOCAL_KERNELS="$(REPO)" $(PY) examples/byte_lm.py
 
 test: build
 	LOCAL_KERNELS="$(REPO)" $(PY) -m pytest -n $(WORKERS)
