@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -241,6 +242,27 @@ def test_cuda_variant_compiles_for_the_chosen_cards(tmp_path):
         # libtorch.so stands for the CUDA part of a CUDA torch, whatever torch this one is.
         assert "libtorch.so" in needed
         assert not [name for name in needed if name.startswith(("libtorch_cuda", "libc10_cuda"))]
+    if torch.cuda.is_available():
+        code = """
+import kernels, torch
+x = torch.zeros(1, device="cuda")
+with torch.cuda.stream(torch.cuda.Stream()):
+    status = kernels.get_kernel("org/tiny", version=1, check_arch=False).answer(x)
+torch.cuda.synchronize()
+print(status, x.item())
+"""
+        environment = dict(os.environ, LOCAL_KERNELS=f"org/tiny={root}")
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        # PTX of another card does not run; with the right one both kernels added one.
+        if torch.cuda.get_device_capability()[0] == 9:
+            assert done.stdout.split() == ["0", "2.0"]
 
 
 def test_cuda_torch_without_a_toolkit_gets_the_cpu_kernels(tmp_path):
