@@ -1,8 +1,8 @@
 //! @file Sparse delta memory for torch: check, allocate, fill the parameters, launch. CPU.
 // SPDX-License-Identifier: Apache-2.0
-#include "sdm_kernels/sdm/sdm_params.h"
-
+#include "sdm_kernels/cpu/scratch.h"
 #include "sdm_kernels/sdm/sdm_launch.h"
+#include "sdm_kernels/sdm/sdm_params.h"
 #include "sdm_kernels/sdm/sdm_plan.h"
 #include "torch-ext/torch_binding.h"
 #include "torch-ext/torch_util.h"
@@ -197,6 +197,15 @@ ScalarType saved_row_type(SdmSave mode, DType bank) {
   }
 }
 
+// A new result. Large ones get 2 MiB pages: touching fresh memory page by page would cost more than
+// the work on it.
+template <typename Type>
+Tensor new_result(const Tensor& like, const std::vector<int64_t>& sizes, Type type) {
+  Tensor t = new_empty(like, sizes, type);
+  cpu::hint_huge_pages(t.mutable_data_ptr(), t.numel() * static_cast<int64_t>(t.element_size()));
+  return t;
+}
+
 // Shape of the saved rows or bank checkpoints; as the fake implementation in _sdm_ops.py has it.
 std::vector<int64_t> saved_rows_shape(
     const SdmDims& d, SdmSave mode, int64_t segment_chunks, bool packed
@@ -206,8 +215,8 @@ std::vector<int64_t> saved_rows_shape(
   }
   const int64_t chunks = ceil_div(d.T, d.C);
   if (mode == SdmSave::kReplay) {
-    const int64_t checkpoints = packed ? d.T / (segment_chunks * d.C)
-                                       : d.B * num_checkpoints(chunks, segment_chunks);
+    const int64_t checkpoints =
+        packed ? d.T / (segment_chunks * d.C) : d.B * num_checkpoints(chunks, segment_chunks);
     return {checkpoints, d.H, d.S, d.D};
   }
   const int64_t per_chunk = rows_of_chunk(d, d.C);
@@ -234,14 +243,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
     int64_t segment_chunks
 ) {
   const char* op = "sdm_chunk_fwd";
-  Inputs in = read_inputs(
-      op, write_idx, write_val, beta, g, read_idx, read_val, initial_state, chunk_size
-  );
+  Inputs in =
+      read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, initial_state, chunk_size);
   in.tokens.v = read_token_rows(op, "v", v, in);
   SdmDims& d = in.dims;
   const std::vector<int64_t> offsets = read_cu_seqlens(op, cu_seqlens, &d);
   const bool shared = initial_state.dim() == 3;
-  check(shared || initial_state.size(0) == d.N, op, ": initial_state must have ", d.N, " sequences");
+  check(
+      shared || initial_state.size(0) == d.N, op, ": initial_state must have ", d.N, " sequences"
+  );
   check(segment_chunks >= 1, op, ": segment_chunks must be positive, got ", segment_chunks);
   const SdmSave mode = read_save_mode(op, save_mode);
   const DType compute = in.bank_dtype == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -249,14 +259,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
 
   const bool wants_bank = output_final_state || saves_rows(mode);
   const bool scaled = mode == SdmSave::kFp8 || mode == SdmSave::kInt4;
-  Tensor out = new_empty(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);
-  Tensor final_state = wants_bank ? new_empty(v, {d.N, d.H, d.S, d.D}, in.bank_dtype)
-                                  : new_empty(v, {0}, in.bank_dtype);
-  Tensor errors = mode != SdmSave::kNone ? new_empty(v, {d.B, d.T, d.H, d.D}, compute)
-                                         : new_empty(v, {0}, compute);
-  Tensor saved_rows = new_empty(v, saved_shape, saved_row_type(mode, in.bank_dtype));
-  Tensor row_scales = scaled ? new_empty(v, {saved_shape[0], saved_shape[1]}, DType::kF32)
-                             : new_empty(v, {0}, DType::kF32);
+  Tensor out = new_result(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);
+  Tensor final_state = wants_bank ? new_result(v, {d.N, d.H, d.S, d.D}, in.bank_dtype)
+                                  : new_result(v, {0}, in.bank_dtype);
+  Tensor errors = mode != SdmSave::kNone ? new_result(v, {d.B, d.T, d.H, d.D}, compute)
+                                         : new_result(v, {0}, compute);
+  Tensor saved_rows = new_result(v, saved_shape, saved_row_type(mode, in.bank_dtype));
+  Tensor row_scales = scaled ? new_result(v, {saved_shape[0], saved_shape[1]}, DType::kF32)
+                             : new_result(v, {0}, DType::kF32);
 
   SdmFwdParams p{};
   p.dims = d;
@@ -301,8 +311,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd_cpu(
     bool need_state_grad
 ) {
   const char* op = "sdm_chunk_bwd";
-  Inputs in =
-      read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, bank, chunk_size);
+  Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, bank, chunk_size);
   SdmDims& d = in.dims;
   const std::vector<int64_t> offsets = read_cu_seqlens(op, cu_seqlens, &d);
   const SdmSave mode = read_save_mode(op, save_mode);
@@ -355,15 +364,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd_cpu(
   }
   p.shared_bank = shared_bank;
 
-  Tensor d_write_val = new_empty(bank, {d.B, d.T, d.H, d.W}, in.tokens.write_val.dtype);
-  Tensor d_v = new_empty(bank, {d.B, d.T, d.H, d.D}, p.d_out.dtype);
-  Tensor d_beta = new_empty(bank, {d.B, d.T, d.H}, in.tokens.beta.dtype);
-  Tensor d_g = d.gate_per_write ? new_empty(bank, {d.B, d.T, d.H, d.W}, in.tokens.g.dtype)
-                                : new_empty(bank, {d.B, d.T, d.H}, in.tokens.g.dtype);
-  Tensor d_read_val = new_empty(bank, {d.B, d.T, d.H, d.R}, in.tokens.read_val.dtype);
-  Tensor d_initial = !need_state_grad ? new_empty(bank, {0}, in.bank_dtype)
-                     : shared_bank    ? new_empty(bank, {d.H, d.S, d.D}, in.bank_dtype)
-                                      : new_empty(bank, {d.N, d.H, d.S, d.D}, in.bank_dtype);
+  Tensor d_write_val = new_result(bank, {d.B, d.T, d.H, d.W}, in.tokens.write_val.dtype);
+  Tensor d_v = new_result(bank, {d.B, d.T, d.H, d.D}, p.d_out.dtype);
+  Tensor d_beta = new_result(bank, {d.B, d.T, d.H}, in.tokens.beta.dtype);
+  Tensor d_g = d.gate_per_write ? new_result(bank, {d.B, d.T, d.H, d.W}, in.tokens.g.dtype)
+                                : new_result(bank, {d.B, d.T, d.H}, in.tokens.g.dtype);
+  Tensor d_read_val = new_result(bank, {d.B, d.T, d.H, d.R}, in.tokens.read_val.dtype);
+  Tensor d_initial = !need_state_grad ? new_result(bank, {0}, in.bank_dtype)
+                     : shared_bank    ? new_result(bank, {d.H, d.S, d.D}, in.bank_dtype)
+                                      : new_result(bank, {d.N, d.H, d.S, d.D}, in.bank_dtype);
   p.d_write_val = d_write_val.mutable_data_ptr();
   p.d_v = d_v.mutable_data_ptr();
   p.d_beta = d_beta.mutable_data_ptr();
@@ -389,8 +398,7 @@ Tensor sdm_chunk_cpu(
 ) {
   const char* op = "sdm_chunk_";
   check_dim(op, "state", state, 4);
-  Inputs in =
-      read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, state, chunk_size);
+  Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, state, chunk_size);
   in.tokens.v = read_token_rows(op, "v", v, in);
   SdmDims& d = in.dims;
   const std::vector<int64_t> offsets = read_cu_seqlens(op, cu_seqlens, &d);
@@ -401,7 +409,7 @@ Tensor sdm_chunk_cpu(
     check(state.size(0) == d.N, op, ": state must have ", d.N, " rows, got ", state.size(0));
   }
 
-  Tensor out = new_empty(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);
+  Tensor out = new_result(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);
   SdmFwdParams p{};
   p.dims = d;
   p.tokens = in.tokens;
@@ -428,17 +436,7 @@ Tensor sdm_step_cpu(
     const std::optional<Tensor>& state_indices
 ) {
   return sdm_chunk_cpu(
-      state,
-      write_idx,
-      write_val,
-      v,
-      beta,
-      g,
-      read_idx,
-      read_val,
-      std::nullopt,
-      state_indices,
-      1
+      state, write_idx, write_val, v, beta, g, read_idx, read_val, std::nullopt, state_indices, 1
   );
 }
 

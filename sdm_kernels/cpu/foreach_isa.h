@@ -3,11 +3,12 @@
 //!
 //! A .cpp file includes every header it needs, defines SDM_ISA_SOURCE as the path of an "-inl.h"
 //! file and includes this one. The -inl.h file puts everything into
-//! `namespace sdm { namespace SDM_ISA { ... } }` and includes only other -inl.h files. The result is
-//! up to three copies, sdm::isa_plain, sdm::isa_avx2 and sdm::isa_avx512, of which
+//! `namespace sdm { namespace SDM_ISA { ... } }` and includes only other -inl.h files. The result
+//! is up to three copies, sdm::isa_plain, sdm::isa_avx2 and sdm::isa_avx512, of which
 //! SDM_ISA_DISPATCH(function) picks one at run time. -inl.h files have no include guard; the macros
-//! SDM_ISA_IS_AVX512 and SDM_ISA_IS_AVX2 say which copy is being compiled. No header of the standard
-//! library may be included first inside: its inline functions would be compiled for the wrong target.
+//! SDM_ISA_IS_AVX512 and SDM_ISA_IS_AVX2 say which copy is being compiled. No header of the
+//! standard library may be included first inside: its inline functions would be compiled for the
+//! wrong target.
 //!
 //! Meant to be included several times in a program, once per .cpp file.
 
@@ -48,8 +49,9 @@
 #define SDM_ISA_IS_AVX512 1
 #define SDM_ISA_IS_AVX2 0
 #if defined(__clang__)
-#pragma clang attribute push(                                                                   \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function \
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+    apply_to = function                                                          \
 )
 #else
 #pragma GCC push_options
@@ -65,7 +67,7 @@
 #undef SDM_ISA_IS_AVX512
 #undef SDM_ISA_IS_AVX2
 
-#define SDM_ISA_DISPATCH(function)                                                    \
+#define SDM_ISA_DISPATCH(function)                                                     \
   (::sdm::cpu::active_isa() == ::sdm::cpu::Isa::kAvx512 ? &::sdm::isa_avx512::function \
    : ::sdm::cpu::active_isa() == ::sdm::cpu::Isa::kAvx2 ? &::sdm::isa_avx2::function   \
                                                         : &::sdm::isa_plain::function)

@@ -35,11 +35,13 @@ void for_each_item(const ParallelFor& parallel, int64_t num_items, F&& f) {
     }
     return;
   }
+
   struct Context {
     F* f;
     int64_t num_items;
     std::atomic<int64_t> next;
   };
+
   Context context{&f, num_items, {0}};
   parallel.run(
       0,
@@ -48,7 +50,8 @@ void for_each_item(const ParallelFor& parallel, int64_t num_items, F&& f) {
       [](void* ctx, int64_t begin, int64_t end) {
         auto* c = static_cast<Context*>(ctx);
         for (int64_t worker = begin; worker < end; ++worker) {
-          for (int64_t item; (item = c->next.fetch_add(1, std::memory_order_relaxed)) < c->num_items;) {
+          for (int64_t item;
+               (item = c->next.fetch_add(1, std::memory_order_relaxed)) < c->num_items;) {
             (*c->f)(worker, item);
           }
         }

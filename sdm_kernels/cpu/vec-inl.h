@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Small vectors for CPU kernels: 16 floats or 8 doubles on every instruction set.
 //!
-//! The width is fixed so that sums over lanes have one order everywhere, and a multiply-add is always
-//! fused (the plain copy calls fmaf): results are the same bits on every machine. Loads and stores
-//! convert from and to the storage types of dtype.h with its rounding rule; `_n` forms touch only the
-//! first n lanes of memory (n at least 1; lanes beyond n read as zero).
+//! The width is fixed so that sums over lanes have one order everywhere, and a multiply-add is
+//! always fused (the plain copy calls fmaf): results are the same bits on every machine. Loads and
+//! stores convert from and to the storage types of dtype.h with its rounding rule; `_n` forms touch
+//! only the first n lanes of memory (n at least 1; lanes beyond n read as zero).
 //!
 //! Compiled per instruction set: included by other -inl.h files only, see foreach_isa.h.
 
@@ -31,17 +31,29 @@ struct Vec<double> {
   __m512d v;
 };
 
-SDM_INLINE Vec<float> set1(float x) { return {_mm512_set1_ps(x)}; }
+SDM_INLINE Vec<float> set1(float x) {
+  return {_mm512_set1_ps(x)};
+}
 
-SDM_INLINE Vec<double> set1(double x) { return {_mm512_set1_pd(x)}; }
+SDM_INLINE Vec<double> set1(double x) {
+  return {_mm512_set1_pd(x)};
+}
 
-SDM_INLINE Vec<float> load(const float* p) { return {_mm512_loadu_ps(p)}; }
+SDM_INLINE Vec<float> load(const float* p) {
+  return {_mm512_loadu_ps(p)};
+}
 
-SDM_INLINE Vec<double> load(const double* p) { return {_mm512_loadu_pd(p)}; }
+SDM_INLINE Vec<double> load(const double* p) {
+  return {_mm512_loadu_pd(p)};
+}
 
-SDM_INLINE void store(float* p, Vec<float> x) { _mm512_storeu_ps(p, x.v); }
+SDM_INLINE void store(float* p, Vec<float> x) {
+  _mm512_storeu_ps(p, x.v);
+}
 
-SDM_INLINE void store(double* p, Vec<double> x) { _mm512_storeu_pd(p, x.v); }
+SDM_INLINE void store(double* p, Vec<double> x) {
+  _mm512_storeu_pd(p, x.v);
+}
 
 SDM_INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
@@ -51,17 +63,29 @@ SDM_INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
   return {_mm512_fmadd_pd(a.v, b.v, c.v)};
 }
 
-SDM_INLINE Vec<float> mul(Vec<float> a, Vec<float> b) { return {_mm512_mul_ps(a.v, b.v)}; }
+SDM_INLINE Vec<float> mul(Vec<float> a, Vec<float> b) {
+  return {_mm512_mul_ps(a.v, b.v)};
+}
 
-SDM_INLINE Vec<double> mul(Vec<double> a, Vec<double> b) { return {_mm512_mul_pd(a.v, b.v)}; }
+SDM_INLINE Vec<double> mul(Vec<double> a, Vec<double> b) {
+  return {_mm512_mul_pd(a.v, b.v)};
+}
 
-SDM_INLINE Vec<float> add(Vec<float> a, Vec<float> b) { return {_mm512_add_ps(a.v, b.v)}; }
+SDM_INLINE Vec<float> add(Vec<float> a, Vec<float> b) {
+  return {_mm512_add_ps(a.v, b.v)};
+}
 
-SDM_INLINE Vec<double> add(Vec<double> a, Vec<double> b) { return {_mm512_add_pd(a.v, b.v)}; }
+SDM_INLINE Vec<double> add(Vec<double> a, Vec<double> b) {
+  return {_mm512_add_pd(a.v, b.v)};
+}
 
-SDM_INLINE Vec<float> sub(Vec<float> a, Vec<float> b) { return {_mm512_sub_ps(a.v, b.v)}; }
+SDM_INLINE Vec<float> sub(Vec<float> a, Vec<float> b) {
+  return {_mm512_sub_ps(a.v, b.v)};
+}
 
-SDM_INLINE Vec<double> sub(Vec<double> a, Vec<double> b) { return {_mm512_sub_pd(a.v, b.v)}; }
+SDM_INLINE Vec<double> sub(Vec<double> a, Vec<double> b) {
+  return {_mm512_sub_pd(a.v, b.v)};
+}
 
 SDM_INLINE float sum(Vec<float> x) {
   const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
@@ -83,8 +107,7 @@ SDM_INLINE __m512 bf16_to_f32(__m256i x) {
 SDM_INLINE __m256i f32_to_bf16(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
@@ -141,9 +164,7 @@ SDM_INLINE void store_n(Bf16* p, Vec<float> x, int64_t n) {
 }
 
 SDM_INLINE void store_n(F16* p, Vec<float> x, int64_t n) {
-  _mm256_mask_storeu_epi16(
-      p, first_lanes(n), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)
-  );
+  _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
 
 #else  // two 256-bit halves, or arrays that the compiler vectorises
@@ -160,11 +181,17 @@ struct Vec<double> {
   __m256d lo, hi;
 };
 
-SDM_INLINE Vec<float> set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+SDM_INLINE Vec<float> set1(float x) {
+  return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+}
 
-SDM_INLINE Vec<double> set1(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
+SDM_INLINE Vec<double> set1(double x) {
+  return {_mm256_set1_pd(x), _mm256_set1_pd(x)};
+}
 
-SDM_INLINE Vec<float> load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+SDM_INLINE Vec<float> load(const float* p) {
+  return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
 
 SDM_INLINE Vec<double> load(const double* p) {
   return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)};
@@ -232,8 +259,7 @@ SDM_INLINE __m256 bf16_to_f32(__m128i x) {
 SDM_INLINE __m128i f32_to_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
@@ -280,67 +306,93 @@ struct Vec<double> {
 template <typename T>
 SDM_INLINE Vec<T> set1(T x) {
   Vec<T> y;
-  SDM_VEC_LANES(T) { y.a[i] = x; }
+  SDM_VEC_LANES(T) {
+    y.a[i] = x;
+  }
   return y;
 }
 
 template <typename T>
 SDM_INLINE Vec<T> load(const T* p) {
   Vec<T> y;
-  SDM_VEC_LANES(T) { y.a[i] = p[i]; }
+  SDM_VEC_LANES(T) {
+    y.a[i] = p[i];
+  }
   return y;
 }
 
 SDM_INLINE Vec<float> load(const Bf16* p) {
   Vec<float> y;
-  SDM_VEC_LANES(float) { y.a[i] = to_f32(p[i]); }
+  SDM_VEC_LANES(float) {
+    y.a[i] = to_f32(p[i]);
+  }
   return y;
 }
 
 SDM_INLINE Vec<float> load(const F16* p) {
   Vec<float> y;
-  SDM_VEC_LANES(float) { y.a[i] = to_f32(p[i]); }
+  SDM_VEC_LANES(float) {
+    y.a[i] = to_f32(p[i]);
+  }
   return y;
 }
 
 template <typename T>
 SDM_INLINE void store(T* p, Vec<T> x) {
-  SDM_VEC_LANES(T) { p[i] = x.a[i]; }
+  SDM_VEC_LANES(T) {
+    p[i] = x.a[i];
+  }
 }
 
 SDM_INLINE void store(Bf16* p, Vec<float> x) {
-  SDM_VEC_LANES(float) { p[i] = from_f32<Bf16>(x.a[i]); }
+  SDM_VEC_LANES(float) {
+    p[i] = from_f32<Bf16>(x.a[i]);
+  }
 }
 
 SDM_INLINE void store(F16* p, Vec<float> x) {
-  SDM_VEC_LANES(float) { p[i] = from_f32<F16>(x.a[i]); }
+  SDM_VEC_LANES(float) {
+    p[i] = from_f32<F16>(x.a[i]);
+  }
 }
 
-SDM_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+SDM_INLINE float fused(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
 
-SDM_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
+SDM_INLINE double fused(double a, double b, double c) {
+  return __builtin_fma(a, b, c);
+}
 
 template <typename T>
 SDM_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
-  SDM_VEC_LANES(T) { c.a[i] = fused(a.a[i], b.a[i], c.a[i]); }
+  SDM_VEC_LANES(T) {
+    c.a[i] = fused(a.a[i], b.a[i], c.a[i]);
+  }
   return c;
 }
 
 template <typename T>
 SDM_INLINE Vec<T> mul(Vec<T> a, Vec<T> b) {
-  SDM_VEC_LANES(T) { a.a[i] *= b.a[i]; }
+  SDM_VEC_LANES(T) {
+    a.a[i] *= b.a[i];
+  }
   return a;
 }
 
 template <typename T>
 SDM_INLINE Vec<T> add(Vec<T> a, Vec<T> b) {
-  SDM_VEC_LANES(T) { a.a[i] += b.a[i]; }
+  SDM_VEC_LANES(T) {
+    a.a[i] += b.a[i];
+  }
   return a;
 }
 
 template <typename T>
 SDM_INLINE Vec<T> sub(Vec<T> a, Vec<T> b) {
-  SDM_VEC_LANES(T) { a.a[i] -= b.a[i]; }
+  SDM_VEC_LANES(T) {
+    a.a[i] -= b.a[i];
+  }
   return a;
 }
 
@@ -383,8 +435,8 @@ SDM_INLINE void store_n(S* p, Vec<Acc> x, int64_t n) {
 #endif
 
 // exp in double precision, within about one unit in the last place; the same bits on every
-// instruction set and independent of the C library. Cody-Waite reduction, Taylor series of degree 13
-// on |r| <= ln(2)/2 (remainder 4e-18).
+// instruction set and independent of the C library. Cody-Waite reduction, Taylor series of degree
+// 13 on |r| <= ln(2)/2 (remainder 4e-18).
 SDM_INLINE double exp_f64(double x) {
   if (!(x < 709.782712893384)) {  // overflow, and NaN stays NaN
     return x != x ? x : __builtin_inf();

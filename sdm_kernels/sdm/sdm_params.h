@@ -66,9 +66,9 @@ struct SdmFwdParams {
   DType bank_dtype;
   const int64_t* cu_seqlens;     // host, [N + 1]; null: sequence n is batch row n
   const int64_t* state_indices;  // host, [N]: row of `bank`, -1 skips the sequence; null: row n
-  BankView initial;              // bank at the start; data null: `bank` holds it and is advanced in place
-  BankView bank;                 // bank at the end; data null: not wanted, a working copy is used
-  void* out;                     // [B, T, H, D] contiguous, v's dtype
+  BankView initial;  // bank at the start; data null: `bank` holds it and is advanced in place
+  BankView bank;     // bank at the end; data null: not wanted, a working copy is used
+  void* out;         // [B, T, H, D] contiguous, v's dtype
   SdmSaved saved;
 };
 
@@ -77,16 +77,16 @@ struct SdmBwdParams {
   SdmTokens tokens;
   DType bank_dtype;
   const int64_t* cu_seqlens;
-  BankView bank;         // replay: bank at the start; rows modes: bank at the end
-  FloatView d_out;       // [B, T, H, D], last stride 1
-  BankView d_final;      // gradient of the bank at the end; data null: zero
+  BankView bank;     // replay: bank at the start; rows modes: bank at the end
+  FloatView d_out;   // [B, T, H, D], last stride 1
+  BankView d_final;  // gradient of the bank at the end; data null: zero
   SdmSaved saved;
-  void* d_write_val;     // contiguous, shapes and dtypes of the inputs
-  void* d_v;             // d_out's dtype
+  void* d_write_val;  // contiguous, shapes and dtypes of the inputs
+  void* d_v;          // d_out's dtype
   void* d_beta;
   void* d_g;
   void* d_read_val;
-  void* d_initial;       // [H, S, D] when shared_bank, else [N, H, S, D]; null: not wanted
+  void* d_initial;  // [H, S, D] when shared_bank, else [N, H, S, D]; null: not wanted
   bool shared_bank;
 };
 

@@ -60,8 +60,8 @@ Status make_sdm_sequences(
     checkpoint += num_checkpoints(sequence.num_chunks, segment_chunks);
     if (sequence.num_chunks > 0) {
       const int64_t full = sequence.num_chunks - 1;
-      row += full * rows_of_chunk(dims, dims.C) +
-             rows_of_chunk(dims, sequence.length - full * dims.C);
+      row +=
+          full * rows_of_chunk(dims, dims.C) + rows_of_chunk(dims, sequence.length - full * dims.C);
     }
     sequences->push_back(sequence);
   }

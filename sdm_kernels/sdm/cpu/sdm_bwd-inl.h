@@ -7,11 +7,13 @@
 //!
 //!     dv[i]  = sum over writes of post * G[slot] + sum over j >= i of QK[j,i] beta_i dy[j]
 //!              - sum over j > i of A[j,i] beta_i dv[j]                       solve, transposed
-//!     G[slot] = decay * G[slot] - sum over writes of weight * dv[token] + sum over reads of weight * dy[token]
+//!     G[slot] = decay * G[slot] - sum over writes of weight * dv[token] + sum over reads of weight
+//!     * dy[token]
 //!
-//! and per entry the dots <e, G>, <dv, M> or <dy, M>, and per group <G, M>, from which sdm_pairs-inl.h
-//! makes the gradients of weights, strengths and gates. dv is the total gradient of the value: no
-//! product with the inverse of the triangular system and no division by beta is needed.
+//! and per entry the dots <e, G>, <dv, M> or <dy, M>, and per group <G, M>, from which
+//! sdm_pairs-inl.h makes the gradients of weights, strengths and gates. dv is the total gradient of
+//! the value: no product with the inverse of the triangular system and no division by beta is
+//! needed.
 //!
 //! Bytes: rows of G are read twice where written and once elsewhere and stored once; M is read once
 //! and put back. Dots are summed inside a slice; the slices' parts are added in order later.
@@ -99,6 +101,7 @@ void walk_gradient(
     const BankRows<S>& bank,
     const BankRows<Acc>& grad,
     const Slice& slice,
+    int64_t D,
     const Acc* tokens,
     const ChunkRows& rows,
     Acc* saved_row,
@@ -118,6 +121,13 @@ void walk_gradient(
     Acc* grad_row = grad.row(slot) + slice.c0;
     const int64_t writes = e.group_num_writes[g];
     if (writes > 0) {
+      // the rows lie one after the other, but a slice is only a piece of each
+      prefetch_row(
+          static_cast<const char*>(rows.saved->rows) +
+              (rows.first + ordinal + kPrefetchGroups) * rows.row_bytes +
+              slice.c0 * rows.row_bytes / D,
+          slice.width * rows.row_bytes / D
+      );
       load_saved_row<S>(
           *rows.saved, rows.row_bytes, rows.first + ordinal, slice.c0, slice.width, saved_row
       );
@@ -172,9 +182,7 @@ void backward_chunk(
   const Acc* errors = static_cast<const Acc*>(p.saved.errors) + first_token * dims.D + slice.c0;
 
   zero_rows(d_v, num_tokens * slice.ld);
-  gather_gradient(
-      e, grad, slice, errors, dims.H * dims.D, d_v, dots.error_grad + plane
-  );
+  gather_gradient(e, grad, slice, errors, dims.H * dims.D, d_v, dots.error_grad + plane);
   for (int64_t i = 0; i < num_tokens; ++i) {
     const int64_t at = offset_of(p.d_out, place.batch, place.token + i, place.head);
     load_row(p.d_out.data, p.d_out.dtype, at + slice.c0, slice.width, d_y + i * slice.ld);
@@ -187,7 +195,7 @@ void backward_chunk(
     round_row(d_v + i * slice.ld, slice.width, dots.d_v + i * dims.D + slice.c0);
   }
   walk_gradient(
-      e, bank, grad, slice, s.tokens, rows, s.row, dots.row + plane, dots.decay + plane
+      e, bank, grad, slice, dims.D, s.tokens, rows, s.row, dots.row + plane, dots.decay + plane
   );
 }
 

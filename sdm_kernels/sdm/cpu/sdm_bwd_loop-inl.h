@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Backward driver: streams in groups, segments of chunks from last to first.
 //!
-//! A segment's entries are built anew, one chunk a thread. With bank checkpoints (replay) the bank at
-//! the segment's start is copied and the row updates run once more, which is exact, and the old rows
-//! are kept for the segment only; in the rows modes they come from the forward. Then every
+//! A segment's entries are built anew, one chunk a thread. With bank checkpoints (replay) the bank
+//! at the segment's start is copied and the row updates run once more, which is exact, and the old
+//! rows are kept for the segment only; in the rows modes they come from the forward. Then every
 //! (stream, slice) walks the chunks backwards, and the gradients of weights and gates follow, one
 //! chunk a thread. Memory besides the results: per stream of the group a bank, its gradient and one
 //! segment of rows. Compiled per instruction set.
@@ -70,8 +70,9 @@ class BackwardRun {
   }
 
   BankRows<Acc> grad(int64_t stream) const {
-    Acc* data = direct_gradient() ? static_cast<Acc*>(p_.d_initial) + (first_ + stream) * bank_elements()
-                                  : grads_ + stream * bank_elements();
+    Acc* data = direct_gradient()
+                    ? static_cast<Acc*>(p_.d_initial) + (first_ + stream) * bank_elements()
+                    : grads_ + stream * bank_elements();
     return {data, dims_.D};
   }
 
@@ -110,7 +111,8 @@ class BackwardRun {
                       ? carver.take<Acc>(dims_.H * bank_elements())
                       : nullptr;
     chunk_rows_ = rows_of_chunk(dims_, dims_.C);
-    rows_ = replay_ ? carver.take<S>(group_streams_ * segment_chunks_ * chunk_rows_ * dims_.D) : nullptr;
+    rows_ = replay_ ? carver.take<S>(group_streams_ * segment_chunks_ * chunk_rows_ * dims_.D)
+                    : nullptr;
     for (size_t i = 0; i < entries_.size(); ++i) {
       carve_entries(&carver, dims_, &entries_[i]);
       dots_[i] = carve_dots<Acc>(&carver, dims_, slices_);
@@ -195,11 +197,13 @@ class BackwardRun {
       return;
     }
     const int64_t total = dims_.H * bank_elements();
-    cpu::for_each_range(parallel_, ceil_div(total, kRoundBlock), 1, [&](int64_t begin, int64_t end) {
-      const int64_t first = begin * kRoundBlock;
-      const int64_t last = std::min(end * kRoundBlock, total);
-      round_row(shared_sum_ + first, last - first, static_cast<S*>(p_.d_initial) + first);
-    });
+    cpu::for_each_range(
+        parallel_, ceil_div(total, kRoundBlock), 1, [&](int64_t begin, int64_t end) {
+          const int64_t first = begin * kRoundBlock;
+          const int64_t last = std::min(end * kRoundBlock, total);
+          round_row(shared_sum_ + first, last - first, static_cast<S*>(p_.d_initial) + first);
+        }
+    );
   }
 
   void load_banks(int64_t round) {
@@ -211,7 +215,8 @@ class BackwardRun {
       BankRows<S> from;
       if (replay_ && segment > 0) {
         const int64_t index = sequence_of(stream).first_checkpoint + segment - 1;
-        from.data = static_cast<S*>(p_.saved.rows) + (index * dims_.H + head_of(stream)) * bank_elements();
+        from.data =
+            static_cast<S*>(p_.saved.rows) + (index * dims_.H + head_of(stream)) * bank_elements();
         from.stride = dims_.D;
       } else {
         from = bank_of_stream<S>(p_.bank, (first_ + stream) / dims_.H, head_of(stream));
@@ -224,8 +229,8 @@ class BackwardRun {
   void segment_of(int64_t stream, int64_t round, int64_t* begin, int64_t* end) const {
     const int64_t segment = num_segments(stream) - 1 - round;
     *begin = std::max<int64_t>(segment, 0) * segment_chunks_;
-    *end = segment < 0 ? *begin
-                       : std::min(*begin + segment_chunks_, sequence_of(stream).num_chunks);
+    *end =
+        segment < 0 ? *begin : std::min(*begin + segment_chunks_, sequence_of(stream).num_chunks);
   }
 
   size_t chunk_index(int64_t stream, int64_t chunk_in_segment) const {
@@ -265,7 +270,9 @@ class BackwardRun {
       const ChunkPlace& place = e.place;
       const int64_t token = (place.batch * dims_.T + place.token) * dims_.H + place.head;
       const Acc* errors = static_cast<const Acc*>(p_.saved.errors) + token * dims_.D + slice.c0;
-      update_rows(e, bank(stream), slice, errors, errors_ld, chunk_rows(stream, chunk, chunk - begin));
+      update_rows(
+          e, bank(stream), slice, errors, errors_ld, chunk_rows(stream, chunk, chunk - begin)
+      );
     }
     for (int64_t chunk = end - 1; chunk >= begin; --chunk) {
       backward_chunk(
@@ -337,7 +344,9 @@ class BackwardRun {
 };
 
 inline Status backward(
-    const SdmBwdParams& p, const std::vector<SdmSequence>& sequences, const cpu::ParallelFor& parallel
+    const SdmBwdParams& p,
+    const std::vector<SdmSequence>& sequences,
+    const cpu::ParallelFor& parallel
 ) {
   switch (p.bank_dtype) {
     case DType::kF32:

@@ -2,17 +2,17 @@
 //! @file Everything of a chunk that does not depend on the bank: sort, scan, gram.
 //!
 //! An entry is one write lane or one read lane of one token. Sorted by slot (stable, writes before
-//! reads, then token, then lane), the entries of a slot form a group. With d(entry) = exp(g) for the
-//! first write of a (token, slot) and 1 otherwise:
+//! reads, then token, then lane), the entries of a slot form a group. With d(entry) = exp(g) for
+//! the first write of a (token, slot) and 1 otherwise:
 //!
-//!     before = product of d over the group's writes up to the entry's token   (decay of the bank row)
-//!     after  = product of d over the group's later writes                     (decay until the chunk's end)
-//!     A[i,j]  = sum over shared slots of k_i k_j before_i / before_j,  j <  i
+//!     before = product of d over the group's writes up to the entry's token   (decay of the bank
+//!     row) after  = product of d over the group's later writes                     (decay until
+//!     the chunk's end) A[i,j]  = sum over shared slots of k_i k_j before_i / before_j,  j <  i
 //!     QK[i,j] = sum over shared slots of q_i k_j before_i / before_j,  j <= i
 //!
 //! The quotients are never formed: walking from an entry to earlier ones multiplies the factors in
-//! between, so nothing overflows that the token recurrence does not. Products are in double: one exp
-//! a gate, no logarithms.
+//! between, so nothing overflows that the token recurrence does not. Products are in double: one
+//! exp a gate, no logarithms.
 //!
 //! One thread builds one chunk; sums run in slot order. Compiled per instruction set.
 
@@ -124,7 +124,8 @@ inline void sort_by_slot(EntrySorter* s, int64_t n, int64_t num_slots) {
   }
 }
 
-// Adds one lane of indices of every token; ids outside the bank are unused lanes and leave no entry.
+// Adds one lane of indices of every token; ids outside the bank are unused lanes and leave no
+// entry.
 inline int64_t enumerate_lanes(
     const ChunkPlace& place,
     const IndexView& view,
@@ -139,7 +140,8 @@ inline int64_t enumerate_lanes(
     for (int64_t a = 0; a < lanes; ++a) {
       const int64_t slot = load_index(view, at + a * view.stride[3]);
       if (slot >= 0 && slot < num_slots) {
-        keys[n++] = static_cast<uint64_t>(slot) << 32 | static_cast<uint64_t>(first_id + i * lanes + a);
+        keys[n++] =
+            static_cast<uint64_t>(slot) << 32 | static_cast<uint64_t>(first_id + i * lanes + a);
       }
     }
   }
@@ -178,7 +180,8 @@ void gram_group(int64_t begin, int64_t mid, int64_t end, int64_t C, ChunkEntries
     for (int64_t p = r - 1; p >= begin && decay != 0.0; --p) {
       const int64_t j = e->row[p];
       if (j < i) {
-        e->neg_a[i * C + j] += static_cast<Acc>(static_cast<double>(e->value[r]) * e->value[p] * decay);
+        e->neg_a[i * C + j] +=
+            static_cast<Acc>(static_cast<double>(e->value[r]) * e->value[p] * decay);
       }
       decay *= e->gate[p];
     }

@@ -10,9 +10,9 @@
 //!
 //! Bytes: each distinct row of a chunk is read once for the gather, each written one once more and
 //! stored once; everything else is a few percent and stays in cache. So the walk is by slot, in
-//! ascending address order with rows fetched ahead, and scatters into token rows that stay in cache.
-//! Columns are independent: work is cut into (stream, slice of columns), each walked through all
-//! chunks by one thread; a window of chunks has its entries built first, one chunk a thread.
+//! ascending address order with rows fetched ahead, and scatters into token rows that stay in
+//! cache. Columns are independent: work is cut into (stream, slice of columns), each walked through
+//! all chunks by one thread; a window of chunks has its entries built first, one chunk a thread.
 //! Compiled per instruction set.
 
 namespace sdm {
@@ -207,8 +207,8 @@ inline void clear_skipped(const SdmFwdParams& p, const std::vector<SdmSequence>&
   const int64_t row_bytes = p.dims.H * p.dims.D * element_size(p.tokens.v.dtype);
   for (const SdmSequence& sequence : sequences) {
     if (sequence.bank < 0 && sequence.length > 0) {
-      char* out = static_cast<char*>(p.out) +
-                  (sequence.batch * p.dims.T + sequence.begin) * row_bytes;
+      char* out =
+          static_cast<char*>(p.out) + (sequence.batch * p.dims.T + sequence.begin) * row_bytes;
       std::memset(out, 0, static_cast<size_t>(sequence.length * row_bytes));
     }
   }
@@ -216,7 +216,9 @@ inline void clear_skipped(const SdmFwdParams& p, const std::vector<SdmSequence>&
 
 template <typename S>
 Status run_forward(
-    const SdmFwdParams& p, const std::vector<SdmSequence>& sequences, const cpu::ParallelFor& parallel
+    const SdmFwdParams& p,
+    const std::vector<SdmSequence>& sequences,
+    const cpu::ParallelFor& parallel
 ) {
   using Acc = typename AccOf<S>::type;
   const SdmDims& dims = p.dims;
@@ -250,6 +252,7 @@ Status run_forward(
     std::vector<FwdScratch<Acc>> scratch;
     S* banks;
   } memory;
+
   memory.entries.resize(static_cast<size_t>(shape.streams * shape.chunks));
   memory.sorters.resize(static_cast<size_t>(workers));
   memory.scratch.resize(static_cast<size_t>(workers));
@@ -325,7 +328,8 @@ Status run_forward(
         const BankRows<S> bank = bank_of(stream);
         for (int64_t k = 0; k < window && chunk0 + k < sequence.num_chunks; ++k) {
           const int64_t chunk = chunk0 + k;
-          if (p.saved.mode == SdmSave::kReplay && chunk > 0 && chunk % p.saved.segment_chunks == 0) {
+          if (p.saved.mode == SdmSave::kReplay && chunk > 0 &&
+              chunk % p.saved.segment_chunks == 0) {
             const int64_t index = sequence.first_checkpoint + chunk / p.saved.segment_chunks - 1;
             S* checkpoint = static_cast<S*>(p.saved.rows) +
                             (index * dims.H + head_of(stream)) * dims.S * dims.D;
@@ -353,7 +357,9 @@ Status run_forward(
 }
 
 inline Status forward(
-    const SdmFwdParams& p, const std::vector<SdmSequence>& sequences, const cpu::ParallelFor& parallel
+    const SdmFwdParams& p,
+    const std::vector<SdmSequence>& sequences,
+    const cpu::ParallelFor& parallel
 ) {
   switch (p.bank_dtype) {
     case DType::kF32:

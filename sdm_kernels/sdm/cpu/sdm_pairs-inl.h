@@ -2,8 +2,8 @@
 //! @file Gradients of weights, strengths and gates of one chunk, after its column walk
 //! (docs/semantics.md).
 //!
-//! With VE[i,j] = <dv_i, e_j>, GE[i,j] = <dy_i, e_j>, computed only for pairs of tokens that share a
-//! slot, and `decay` the product of gates between the two entries of a pair:
+//! With VE[i,j] = <dv_i, e_j>, GE[i,j] = <dy_i, e_j>, computed only for pairs of tokens that share
+//! a slot, and `decay` the product of gates between the two entries of a pair:
 //!
 //!     dA[i,j] = -VE[i,j] beta_j,  dQK[i,j] = GE[i,j] beta_j
 //!     dk = dA and dQK over the pairs of the entry - <dv, M> before + beta <e, G> after
@@ -56,8 +56,9 @@ PairScratch<Acc> carve_pair_scratch(cpu::Carver* carver, const SdmDims& dims) {
   return s;
 }
 
-// Calls f(r, p, i, j, decay, gated) for every pair that A (f_a) or QK (f_qk) sums over: a later entry r of token i,
-// an earlier write p of token j, the decay between them and whether any gate lies between.
+// Calls f(r, p, i, j, decay, gated) for every pair that A (f_a) or QK (f_qk) sums over: a later
+// entry r of token i, an earlier write p of token j, the decay between them and whether any gate
+// lies between.
 template <typename Acc, typename FA, typename FQk>
 SDM_INLINE void for_each_pair(const ChunkEntries<Acc>& e, int64_t C, FA&& f_a, FQk&& f_qk) {
   for (int64_t g = 0; g < e.num_groups; ++g) {
@@ -95,7 +96,13 @@ SDM_INLINE void for_each_pair(const ChunkEntries<Acc>& e, int64_t C, FA&& f_a, F
 // out[i, j] = <x_i, y_j> where wanted.
 template <typename Acc>
 void wanted_dots(
-    const uint8_t* wanted, int64_t C, int64_t num_tokens, const Acc* x, const Acc* y, int64_t ld, double* out
+    const uint8_t* wanted,
+    int64_t C,
+    int64_t num_tokens,
+    const Acc* x,
+    const Acc* y,
+    int64_t ld,
+    double* out
 ) {
   for (int64_t i = 0; i < num_tokens; ++i) {
     for (int64_t j = 0; j <= i; ++j) {
@@ -155,7 +162,12 @@ void pair_gradients(const ChunkEntries<Acc>& e, int64_t C, PairScratch<Acc>* s) 
 // Gradient of the gates that one group's owners carry.
 template <typename Acc, typename Emit>
 void gate_gradients(
-    const ChunkEntries<Acc>& e, int64_t g, int64_t C, double d_decay, PairScratch<Acc>* s, Emit&& emit
+    const ChunkEntries<Acc>& e,
+    int64_t g,
+    int64_t C,
+    double d_decay,
+    PairScratch<Acc>* s,
+    Emit&& emit
 ) {
   const int64_t begin = e.group_begin[g];
   const int64_t mid = begin + e.group_num_writes[g];

@@ -22,7 +22,8 @@ SDM_INLINE void prefetch_row(const void* row, int64_t bytes) {
   }
 }
 
-// dst[0, n) = elements of any dtype at src + offset; lanes up to the next vector boundary are zeroed.
+// dst[0, n) = elements of any dtype at src + offset; lanes up to the next vector boundary are
+// zeroed.
 template <typename Acc, typename S>
 SDM_INLINE void convert_row(const S* src, int64_t n, Acc* dst) {
   for (int64_t c = 0; c < n; c += kLanes<Acc>) {

@@ -23,8 +23,8 @@ SDM_INLINE float scaled_code(S x, float scale) {
   return to_f32(from_f32<Bf16>(static_cast<float>(to_acc(x)) / scale));
 }
 
-// Saves columns [c0, c0 + n) of a row, of which `row` is the piece. The lossy forms have one scale a
-// row, so for them the piece is the whole row.
+// Saves columns [c0, c0 + n) of a row, of which `row` is the piece. The lossy forms have one scale
+// a row, so for them the piece is the whole row.
 template <typename S>
 void save_row(
     const SdmSaved& saved, int64_t c0, int64_t n, int64_t row_bytes, int64_t index, const S* row

@@ -23,7 +23,8 @@ inline WorkShape choose_work(
   const int64_t wanted = parallel.num_threads == 1 ? 1 : kItemsPerThread * parallel.num_threads;
   const int64_t streams = std::min(num_streams, ceil_div(wanted, slices));
   constexpr int64_t kMaxChunks = 16;
-  const int64_t chunks = std::min({max_chunks, std::max<int64_t>(2, ceil_div(wanted, streams)), kMaxChunks});
+  const int64_t chunks =
+      std::min({max_chunks, std::max<int64_t>(2, ceil_div(wanted, streams)), kMaxChunks});
   return {streams, std::max<int64_t>(1, chunks)};
 }
 
