@@ -41,9 +41,12 @@ def device(sdm):
 
 @pytest.fixture(autouse=True)
 def _settings():
-    """Give every test the same seed and thread count, whatever ran before it."""
+    """Give every test the same seed and thread count, whatever ran before it.
+
+    One thread: the cases are small, and test processes run side by side.
+    """
     torch.manual_seed(0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)

@@ -110,7 +110,7 @@ def make(case, device="cpu", seed=0):
         else:
             ids = torch.randint(S, (B, T, H, lanes), generator=gen)
         if case.ids == "repeated":  # lane 0 is named again by every other lane
-            ids[..., ::2] = ids[..., :1]
+            ids[..., ::2] = ids[..., :1].clone()
         if case.ids == "unused":
             outside = torch.tensor([-1, S, -(2**31), 2**31 - 1])
             outside = outside[torch.randint(4, ids.shape, generator=gen)]

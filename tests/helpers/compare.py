@@ -8,9 +8,9 @@ import torch
 # The classes are those of docs/numerics.md: everything float64, everything float32, float32
 # arithmetic on 16-bit inputs with a float32 bank, and a 16-bit bank, rounded once a chunk.
 LIMITS = {
-    "f64": {"value": 1e-13, "grad": 1e-12, "gate": 1e-12},
-    "f32": {"value": 1e-5, "grad": 1e-4, "gate": 1e-4},
-    "low": {"value": 6e-3, "grad": 1e-2, "gate": 2e-2},
+    "f64": {"value": 1e-14, "grad": 1e-13, "gate": 1e-13},
+    "f32": {"value": 1e-6, "grad": 1e-5, "gate": 1e-5},
+    "low": {"value": 3e-3, "grad": 5e-3, "gate": 5e-3},
 }
 PEAK = 4.0
 # Where the same recurrence in the same precision, token by token, is not better than the limit (the

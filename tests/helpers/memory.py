@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import json, os, resource, sys
 import torch, kernels
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 sdm = kernels.get_kernel("org/sparse-delta-memory", version=1)
 
 def peak():
