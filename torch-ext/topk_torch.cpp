@@ -82,8 +82,7 @@ std::tuple<Tensor, Tensor> product_key_topk_fwd_cpu(
   params.wide_ids = num_slots > INT32_MAX;
   const std::vector<int64_t> shape = shape_with_last(scores, params.num_selected);
   Tensor values = new_empty(scores, shape, dtype);
-  Tensor indices =
-      new_empty(scores, shape, params.wide_ids ? ScalarType::Long : ScalarType::Int);
+  Tensor indices = new_empty(scores, shape, params.wide_ids ? ScalarType::Long : ScalarType::Int);
   params.scores = scores.const_data_ptr();
   params.scores_rows = leading_rows(scores);
   params.values = values.mutable_data_ptr();
@@ -126,8 +125,7 @@ Tensor product_key_topk_bwd_cpu(
   params.indices_rows = leading_rows(indices);
   params.indices_stride = indices.stride(-1);
   params.wide_ids = is_int64(kOp, "indices", indices);
-  Tensor d_scores =
-      new_empty(d_values, shape_with_last(d_values, num_columns(factor_dims)), dtype);
+  Tensor d_scores = new_empty(d_values, shape_with_last(d_values, num_columns(factor_dims)), dtype);
   params.d_scores = d_scores.mutable_data_ptr();
   const Status status = topk_bwd_cpu(params, torch_parallel_for());
   check(status == Status::kOk, kOp, ": ", status_message(status));

@@ -98,14 +98,35 @@ inline int32_t column_bound(int32_t bound, float best_partner) {
 // Keeps the columns with key >= bound in column order; returns their number.
 inline int64_t keep_columns(const TopkFactor& factor, int64_t width, int32_t bound) {
   const VecI below = broadcast(bound - 1);
-  VecI columns = iota();
   int64_t kept = 0;
-  for (int64_t column = 0; column < width; column += kLanes) {
-    const VecI key = load(factor.keys + column);
-    const uint32_t mask = mask_gt(key, below);
-    if (mask != 0) {
-      kept += compress_store(factor.columns + kept, columns, factor.keys + kept, key, mask);
+  int64_t column = 0;
+  // Four vectors between branches: a branch for each would be taken at random in a narrow factor,
+  // and in a wide one most groups have nothing to keep.
+  constexpr int kGroup = 4;
+  VecI columns = iota();
+  for (; column + kGroup * kLanes <= width; column += kGroup * kLanes) {
+    VecI keys[kGroup];
+    uint32_t masks[kGroup];
+    uint32_t any = 0;
+    for (int v = 0; v < kGroup; ++v) {
+      keys[v] = load(factor.keys + column + v * kLanes);
+      masks[v] = mask_gt(keys[v], below);
+      any |= masks[v];
     }
+    if (any != 0) {
+      for (int v = 0; v < kGroup; ++v) {
+        kept += compress_store(
+            factor.columns + kept, columns + v * kLanes, factor.keys + kept, keys[v], masks[v]
+        );
+      }
+    }
+    columns += kGroup * kLanes;
+  }
+  for (; column < width; column += kLanes) {
+    const VecI key = load(factor.keys + column);
+    kept += compress_store(
+        factor.columns + kept, columns, factor.keys + kept, key, mask_gt(key, below)
+    );
     columns += kLanes;
   }
   store(factor.keys + kept, broadcast(kLowestKey));

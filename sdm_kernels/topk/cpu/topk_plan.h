@@ -14,7 +14,7 @@
 namespace sdm {
 
 // Widest vector the kernels use, in 32-bit lanes; buffers keep this much slack behind their end.
-constexpr int64_t kTopkMaxLanes = 16;
+constexpr int64_t kTopkMaxLanes = 8;
 
 // Most lane maxima (topk_list-inl.h) per factor.
 constexpr int64_t kTopkMaxMaxima = 64;

@@ -6,9 +6,11 @@ namespace sdm {
 namespace SDM_ISA {
 namespace topk_impl {
 
-#if SDM_ISA_IS_AVX512
-constexpr int kLanes = 16;
-#elif SDM_ISA_IS_AVX2
+// 8 lanes with AVX-512 too: the lists are short, so half of a longer vector is often idle, and a
+// comparison to a mask register is slower to count than one to a vector.
+#define SDM_TOPK_AVX2 (SDM_ISA_IS_AVX2 || SDM_ISA_IS_AVX512)
+
+#if SDM_TOPK_AVX2
 constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
@@ -16,6 +18,7 @@ constexpr int kLanes = 4;
 static_assert(kLanes <= kTopkMaxLanes, "buffers have this much slack");
 
 typedef int32_t VecI __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecU __attribute__((vector_size(4 * kLanes)));
 typedef float VecF __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t VecH __attribute__((vector_size(2 * kLanes)));
 
@@ -54,11 +57,7 @@ inline VecF load(const Bf16* p) {
 }
 
 inline VecF load(const F16* p) {
-#if SDM_ISA_IS_AVX512
-  return reinterpret_cast<VecF>(
-      _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))
-  );
-#elif SDM_ISA_IS_AVX2
+#if SDM_TOPK_AVX2
   return reinterpret_cast<VecF>(
       _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
   );
@@ -88,11 +87,14 @@ inline VecI max(VecI a, VecI b) {
   return a > b ? a : b;
 }
 
+// v - 1, wrapping.
+inline VecI less_one(VecI v) {
+  return reinterpret_cast<VecI>(reinterpret_cast<VecU>(v) - 1u);
+}
+
 // Bit l is set where a > b in lane l.
 inline uint32_t mask_gt(VecI a, VecI b) {
-#if SDM_ISA_IS_AVX512
-  return _mm512_cmpgt_epi32_mask(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b));
-#elif SDM_ISA_IS_AVX2
+#if SDM_TOPK_AVX2
   return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(a > b)));
 #elif defined(__x86_64__)
   return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(a > b)));
@@ -100,6 +102,11 @@ inline uint32_t mask_gt(VecI a, VecI b) {
   const VecI bits = (a > b) & VecI{1, 2, 4, 8};
   return static_cast<uint32_t>(bits[0] | bits[1] | bits[2] | bits[3]);
 #endif
+}
+
+// count + 1 in the lanes where a > b.
+inline VecI count_gt(VecI count, VecI a, VecI b) {
+  return count - (a > b);
 }
 
 // order_key (common/order.h) of every lane.
@@ -115,9 +122,7 @@ inline VecF key_scores(VecI key) {
 }
 
 inline int32_t sum_lanes(VecI v) {
-#if SDM_ISA_IS_AVX512
-  return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v));
-#elif SDM_ISA_IS_AVX2
+#if SDM_TOPK_AVX2
   const __m256i all = reinterpret_cast<__m256i>(v);
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
@@ -133,16 +138,16 @@ inline int64_t count_ge(const int32_t* keys, int64_t padded, int32_t bound) {
   VecI count[2] = {};
   int64_t pos = 0;
   for (; pos + 2 * kLanes <= padded; pos += 2 * kLanes) {
-    count[0] -= load(keys + pos) > below;
-    count[1] -= load(keys + pos + kLanes) > below;
+    count[0] = count_gt(count[0], load(keys + pos), below);
+    count[1] = count_gt(count[1], load(keys + pos + kLanes), below);
   }
   if (pos < padded) {
-    count[0] -= load(keys + pos) > below;
+    count[0] = count_gt(count[0], load(keys + pos), below);
   }
   return sum_lanes(count[0] + count[1]);
 }
 
-#if SDM_ISA_IS_AVX2
+#if SDM_TOPK_AVX2
 // The lanes that move_lanes brings to the front for every mask, 4 bits each.
 struct CompressTable {
   uint32_t lanes[256];
@@ -168,11 +173,7 @@ constexpr CompressTable kCompressTable;
 // Writes the lanes of a whose mask bit is set next to each other, and those of b likewise; may
 // write whole vectors. Returns how many lanes there are.
 inline int compress_store(int32_t* out_a, VecI a, int32_t* out_b, VecI b, uint32_t mask) {
-#if SDM_ISA_IS_AVX512
-  const __mmask16 lanes = static_cast<__mmask16>(mask);
-  _mm512_storeu_si512(out_a, _mm512_maskz_compress_epi32(lanes, reinterpret_cast<__m512i>(a)));
-  _mm512_storeu_si512(out_b, _mm512_maskz_compress_epi32(lanes, reinterpret_cast<__m512i>(b)));
-#elif SDM_ISA_IS_AVX2
+#if SDM_TOPK_AVX2
   const __m256i packed = _mm256_set1_epi32(static_cast<int32_t>(kCompressTable.lanes[mask]));
   // The permutation looks at the low three bits only.
   const __m256i lanes = _mm256_srlv_epi32(packed, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));

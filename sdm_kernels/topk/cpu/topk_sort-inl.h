@@ -9,26 +9,45 @@ namespace topk_impl {
 // About where the two methods take the same time.
 constexpr int64_t kMaxCounted = 256;
 
+// Adds to rank[b] the number of keys[begin .. end) that are greater than bound[b].
+inline void count_greater(
+    const int32_t* keys, int32_t begin, int32_t end, const VecI (&bound)[2], VecI (&rank)[2]
+) {
+  for (int32_t other = begin; other < end; ++other) {
+    const VecI key = broadcast(keys[other]);
+    rank[0] = count_gt(rank[0], key, bound[0]);
+    rank[1] = count_gt(rank[1], key, bound[1]);
+  }
+}
+
 // ranks[p] = place of keys[p] in descending order, the later position first among equal keys.
-// keys are padded to a multiple of kLanes with kLowestKey; ranks of the padding are meaningless.
+// keys are padded to a multiple of kLanes with kLowestKey, and readable for another kLanes; ranks
+// of the padding, of up to 2 * kLanes elements, are meaningless.
 inline void count_ranks(const int32_t* keys, int64_t num, int32_t* ranks) {
   const int32_t size = static_cast<int32_t>(num);
-  for (int32_t block = 0; block < size; block += kLanes) {
-    const VecI key = load(keys + block);
-    const VecI position = iota() + block;
-    VecI rank = {};
-    for (int32_t other = 0; other < block; ++other) {
-      rank -= broadcast(keys[other]) > key;
-    }
-    const int32_t block_end = std::min(block + kLanes, size);
-    for (int32_t other = block; other < block_end; ++other) {
+  for (int32_t block = 0; block < size; block += 2 * kLanes) {
+    const VecI key[2] = {load(keys + block), load(keys + block + kLanes)};
+    // Later positions precede at equal keys: key - 1 is what they have to exceed.
+    const VecI key_less[2] = {less_one(key[0]), less_one(key[1])};
+    VecI rank[2] = {};
+    const int32_t middle = std::min(block + kLanes, size);
+    const int32_t end = std::min(block + 2 * kLanes, size);
+    count_greater(keys, 0, block, key, rank);
+    for (int32_t other = block; other < middle; ++other) {
       const VecI other_key = broadcast(keys[other]);
-      rank -= (other_key > key) | ((other_key == key) & (broadcast(other) > position));
+      const VecI bound = key[0] + (iota() < other - block);
+      rank[0] = count_gt(rank[0], other_key, bound);
+      rank[1] = count_gt(rank[1], other_key, key[1]);
     }
-    for (int32_t other = block_end; other < size; ++other) {
-      rank -= broadcast(keys[other]) >= key;
+    for (int32_t other = middle; other < end; ++other) {
+      const VecI other_key = broadcast(keys[other]);
+      const VecI bound = key[1] + (iota() < other - middle);
+      rank[0] = count_gt(rank[0], other_key, key_less[0]);
+      rank[1] = count_gt(rank[1], other_key, bound);
     }
-    store(ranks + block, rank);
+    count_greater(keys, end, size, key_less, rank);
+    store(ranks + block, rank[0]);
+    store(ranks + block + kLanes, rank[1]);
   }
 }
 
@@ -39,8 +58,8 @@ inline void count_id_ranks(const int32_t* ids, int64_t num, int32_t* ranks) {
     VecI rank[2] = {};
     for (int64_t other = 0; other < num; ++other) {
       const VecI other_id = broadcast(ids[other]);
-      rank[0] -= other_id < id[0];
-      rank[1] -= other_id < id[1];
+      rank[0] = count_gt(rank[0], id[0], other_id);
+      rank[1] = count_gt(rank[1], id[1], other_id);
     }
     store(ranks + block, rank[0]);
     store(ranks + block + kLanes, rank[1]);

@@ -107,11 +107,16 @@ inline void run_ids(
     int32_t* out
 ) {
   (void)count;
-  const int32_t narrow_width = static_cast<int32_t>(width);
+  // Unsigned: lanes behind the list hold anything.
+  const uint32_t narrow_width = static_cast<uint32_t>(width);
   if (run.fixed_factor) {
-    store(out, load(list_ids + rank) * narrow_width + broadcast(factor_cols[run.fixed]));
+    const uint32_t column = static_cast<uint32_t>(factor_cols[run.fixed]);
+    const VecU ids = reinterpret_cast<VecU>(load(list_ids + rank)) * narrow_width + column;
+    store(out, reinterpret_cast<VecI>(ids));
   } else {
-    store(out, load(factor_cols + rank) + broadcast(list_ids[run.fixed] * narrow_width));
+    const uint32_t first = static_cast<uint32_t>(list_ids[run.fixed]) * narrow_width;
+    const VecU ids = reinterpret_cast<VecU>(load(factor_cols + rank)) + first;
+    store(out, reinterpret_cast<VecI>(ids));
   }
 }
 

@@ -36,8 +36,8 @@ inline std::pair<int32_t, int32_t> window_range(
 inline Threshold rank_window(
     const int32_t* keys, int64_t padded, int32_t low, int32_t high, int64_t num_hi, int64_t want
 ) {
-  int32_t window[kMaxWindow + kTopkMaxLanes];
-  int32_t ranks[kMaxWindow + kTopkMaxLanes];
+  int32_t window[kMaxWindow + 2 * kTopkMaxLanes];
+  int32_t ranks[kMaxWindow + 2 * kTopkMaxLanes];
   const VecI below = broadcast(low - 1);
   const VecI above = broadcast(high);
   int64_t size = 0;
@@ -48,6 +48,7 @@ inline Threshold rank_window(
     }
   }
   store(window + size, broadcast(kLowestKey));
+  store(window + size + kLanes, broadcast(kLowestKey));
   count_ranks(window, size, ranks);
   int64_t pos = 0;
   while (pos + 1 < size && ranks[pos] != want - num_hi - 1) {
