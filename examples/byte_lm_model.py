@@ -4,6 +4,9 @@
 Each block is local (a causal convolution over a few bytes, then an MLP). Blocks named in
 `memory_blocks` have a Sparse Delta Memory layer in between. Without those layers a byte sees only
 the few bytes before it.
+
+A memory layer sees each byte together with the one before it, so that it can file what comes next
+under what came before, and look it up when the same context returns.
 """
 
 import json
@@ -54,6 +57,21 @@ class LocalMixer(nn.Module):
         return self.down(F.silu(y) * torch.sigmoid(gate)), u[:, u.shape[1] - self.width + 1 :]
 
 
+def with_previous(
+    x: torch.Tensor, previous: Optional[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take half of the channels of x [B, T, dim] from one position earlier.
+
+    `previous [B, 1, dim]` is the position before x, None at the start of a text. Also returns the
+    last position of x, for the next call.
+    """
+    if previous is None:
+        previous = torch.zeros_like(x[:, :1])
+    before = torch.cat([previous, x[:, :-1]], dim=1)
+    half = x.shape[-1] // 2
+    return torch.cat([x[..., :half], before[..., half:]], dim=-1), x[:, -1:]
+
+
 class Block(nn.Module):
     """Local mixing, optionally memory, then an MLP; each adds to the residual stream."""
 
@@ -70,13 +88,13 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cache: Optional[dict] = None) -> torch.Tensor:
         """x [B, T, dim]. With a cache, x continues what the cache has seen."""
-        y, tail = self.local(self.norm1(x), None if cache is None else cache["tail"])
+        cache = {} if cache is None else cache
+        y, cache["tail"] = self.local(self.norm1(x), cache.get("tail"))
         x = x + y
         if self.memory is not None:
-            y, _ = self.memory(self.norm2(x), None if cache is None else cache["memory"])
+            h, cache["previous"] = with_previous(self.norm2(x), cache.get("previous"))
+            y, _ = self.memory(h, cache.get("memory"))
             x = x + y
-        if cache is not None:
-            cache["tail"] = tail
         return x + self.mlp(self.norm3(x))
 
 
@@ -117,10 +135,7 @@ class ByteLM(nn.Module):
     def new_caches(self, batch_size: int) -> list[dict]:
         """Caches of `batch_size` sequences that have seen nothing."""
         return [
-            {
-                "tail": None,
-                "memory": None if block.memory is None else block.memory.init_state(batch_size),
-            }
+            {} if block.memory is None else {"memory": block.memory.init_state(batch_size)}
             for block in self.blocks
         ]
 
