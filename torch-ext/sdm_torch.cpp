@@ -284,6 +284,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
     p.saved.errors = errors.mutable_data_ptr();
     p.saved.rows = saved_rows.mutable_data_ptr();
     p.saved.rows_per_head = saves_rows(mode) ? saved_shape[1] : 0;
+    p.saved.checkpoints = mode == SdmSave::kReplay ? saved_shape[0] : 0;
   }
   p.saved.scales = scaled ? static_cast<float*>(row_scales.mutable_data_ptr()) : nullptr;
   check_status(op, sdm_fwd_cpu(p, d.N, torch_parallel_for()));

@@ -58,6 +58,7 @@ struct SdmSaved {
   void* rows;              // replay: bank checkpoints [K, H, S, D]; rows modes: [H, Q, row bytes]
   float* scales;           // fp8 and int4: [H, Q]
   int64_t rows_per_head;   // Q
+  int64_t checkpoints;     // replay: K
 };
 
 struct SdmFwdParams {

@@ -26,20 +26,23 @@ struct ChunkPlace {
   int64_t num_tokens;
 };
 
-inline ChunkPlace chunk_place(const SdmSequence& sequence, int64_t head, int64_t chunk, int64_t C) {
-  const int64_t first = chunk * C;
-  const int64_t rest = sequence.length - first;
-  return {sequence.batch, head, sequence.begin + first, rest < C ? rest : C};
+SDM_HD int64_t chunk_tokens(const SdmSequence& sequence, int64_t chunk, int64_t C) {
+  const int64_t rest = sequence.length - chunk * C;
+  return rest < C ? rest : C;
+}
+
+SDM_HD ChunkPlace chunk_place(const SdmSequence& sequence, int64_t head, int64_t chunk, int64_t C) {
+  return {sequence.batch, head, sequence.begin + chunk * C, chunk_tokens(sequence, chunk, C)};
 }
 
 // Rows reserved in the saved tensor for one chunk of `tokens` tokens.
-inline int64_t rows_of_chunk(const SdmDims& dims, int64_t tokens) {
+SDM_HD int64_t rows_of_chunk(const SdmDims& dims, int64_t tokens) {
   const int64_t writes = tokens * dims.W;
   return writes < dims.S ? writes : dims.S;
 }
 
 // Checkpoints of a sequence: the bank at the start of every segment but the first.
-inline int64_t num_checkpoints(int64_t num_chunks, int64_t segment_chunks) {
+SDM_HD int64_t num_checkpoints(int64_t num_chunks, int64_t segment_chunks) {
   return num_chunks == 0 ? 0 : ceil_div(num_chunks, segment_chunks) - 1;
 }
 

@@ -241,11 +241,11 @@ class BackwardRun {
   ChunkRows chunk_rows(int64_t stream, int64_t chunk, int64_t chunk_in_segment) const {
     if (replay_) {
       const int64_t first = (stream * segment_chunks_ + chunk_in_segment) * chunk_rows_;
-      return {&replay_rows_, first, dims_.D * static_cast<int64_t>(sizeof(S))};
+      return {&replay_rows_, first, dims_.D * static_cast<int64_t>(sizeof(S)), 0};
     }
     const int64_t first = head_of(stream) * p_.saved.rows_per_head + sequence_of(stream).first_row +
                           chunk * chunk_rows_;
-    return {&p_.saved, first, saved_row_bytes(p_.saved.mode, p_.bank_dtype, dims_.D)};
+    return {&p_.saved, first, saved_row_bytes(p_.saved.mode, p_.bank_dtype, dims_.D), 0};
   }
 
   // f(worker, stream, chunk, chunk in segment) for every chunk of the round, in any order.
@@ -289,7 +289,7 @@ class BackwardRun {
   }
 
   void run_group() {
-    replay_rows_ = SdmSaved{SdmSave::kRows, 0, nullptr, rows_, nullptr, 0};
+    replay_rows_ = SdmSaved{SdmSave::kRows, 0, nullptr, rows_, nullptr, 0, 0};
     start_gradients();
     int64_t rounds = 0;
     for (int64_t stream = 0; stream < count_; ++stream) {

@@ -51,6 +51,7 @@ struct ChunkRows {
   const SdmSaved* saved;  // null: nothing is saved
   int64_t first;          // index of the first row
   int64_t row_bytes;
+  int64_t reserved;  // rows from there on that belong to the chunk; unused ones are zeroed
 };
 
 // acc[row] += weight * M[slot] for every entry.
@@ -114,6 +115,17 @@ void update_rows(
       }
       store_n(row + c, x, slice.width - c);
     }
+  }
+  if (rows.saved != nullptr) {
+    clear_saved_rows(
+        *rows.saved,
+        slice.c0,
+        slice.width,
+        rows.row_bytes,
+        rows.first + ordinal,
+        rows.first + rows.reserved,
+        static_cast<int64_t>(sizeof(S))
+    );
   }
 }
 
@@ -202,6 +214,43 @@ inline int64_t copy_grain(int64_t row_bytes) {
   return slots > 1 ? slots : 1;
 }
 
+// Zeroes what the saved tensor reserves beyond the chunks of all sequences: results are functions
+// of the inputs to the last byte.
+inline void clear_unused_saved(const SdmFwdParams& p, const std::vector<SdmSequence>& sequences) {
+  const SdmDims& dims = p.dims;
+  int64_t used = 0;
+  if (p.saved.mode == SdmSave::kReplay) {
+    for (const SdmSequence& sequence : sequences) {
+      used += num_checkpoints(sequence.num_chunks, p.saved.segment_chunks);
+    }
+    const int64_t bank_bytes = dims.H * dims.S * dims.D * element_size(p.bank_dtype);
+    std::memset(
+        static_cast<char*>(p.saved.rows) + used * bank_bytes,
+        0,
+        static_cast<size_t>((p.saved.checkpoints - used) * bank_bytes)
+    );
+  } else if (saves_rows(p.saved.mode)) {
+    for (const SdmSequence& sequence : sequences) {
+      for (int64_t chunk = 0; chunk < sequence.num_chunks; ++chunk) {
+        used += rows_of_chunk(dims, chunk_tokens(sequence, chunk, dims.C));
+      }
+    }
+    const int64_t row_bytes = saved_row_bytes(p.saved.mode, p.bank_dtype, dims.D);
+    for (int64_t head = 0; head < dims.H; ++head) {
+      const int64_t begin = head * p.saved.rows_per_head;
+      clear_saved_rows(
+          p.saved,
+          0,
+          dims.D,
+          row_bytes,
+          begin + used,
+          begin + p.saved.rows_per_head,
+          row_bytes / dims.D
+      );
+    }
+  }
+}
+
 // Zeroes the output rows of sequences that are skipped.
 inline void clear_skipped(const SdmFwdParams& p, const std::vector<SdmSequence>& sequences) {
   const int64_t row_bytes = p.dims.H * p.dims.D * element_size(p.tokens.v.dtype);
@@ -231,6 +280,7 @@ Status run_forward(
   const int64_t row_bytes = saved_row_bytes(p.saved.mode, p.bank_dtype, dims.D);
 
   clear_skipped(p, sequences);
+  clear_unused_saved(p, sequences);
   std::vector<const SdmSequence*> live;
   int64_t max_chunks = 1;
   for (const SdmSequence& sequence : sequences) {
@@ -335,11 +385,12 @@ Status run_forward(
                             (index * dims.H + head_of(stream)) * dims.S * dims.D;
             copy_bank(bank, {checkpoint, dims.D}, 0, dims.S, slice.c0, slice.width);
           }
-          ChunkRows rows{nullptr, 0, row_bytes};
+          ChunkRows rows{nullptr, 0, row_bytes, 0};
           if (saves_rows(p.saved.mode)) {
             rows.saved = &p.saved;
             rows.first = head_of(stream) * p.saved.rows_per_head + sequence.first_row +
                          chunk * rows_of_chunk(dims, dims.C);
+            rows.reserved = rows_of_chunk(dims, chunk_tokens(sequence, chunk, dims.C));
           }
           forward_chunk(
               p,

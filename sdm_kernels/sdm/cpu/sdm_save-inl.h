@@ -60,6 +60,31 @@ void save_row(
   }
 }
 
+// Zeroes columns [c0, c0 + n) of the saved rows [begin, end). element_bytes is that of exact rows;
+// the other forms are always cleared whole.
+inline void clear_saved_rows(
+    const SdmSaved& saved,
+    int64_t c0,
+    int64_t n,
+    int64_t row_bytes,
+    int64_t begin,
+    int64_t end,
+    int64_t element_bytes
+) {
+  const bool exact = saved.mode <= SdmSave::kRows;
+  for (int64_t row = begin; row < end; ++row) {
+    char* dst = static_cast<char*>(saved.rows) + row * row_bytes;
+    std::memset(
+        exact ? dst + c0 * element_bytes : dst,
+        0,
+        static_cast<size_t>(exact ? n * element_bytes : row_bytes)
+    );
+    if (saved.scales != nullptr) {
+      saved.scales[row] = 0.0f;
+    }
+  }
+}
+
 // dst[0, n) = columns [c0, c0 + n) of a saved row, as the bank would hold them. c0 is even.
 template <typename S, typename Acc>
 void load_saved_row(
