@@ -75,6 +75,11 @@ def test_opcheck_in_place_packed(ops, device):
     torch.library.opcheck(ops.sdm_chunk_.default, args)
 
 
+@pytest.mark.parametrize("ids", [[0, 3, 8], [0, -1, 3]])
+def test_opcheck_check_indices(ops, device, ids):
+    torch.library.opcheck(ops.sdm_check_indices.default, (torch.tensor(ids, device=device), 9))
+
+
 def same_metadata(real, fake, what):
     for i, (x, y) in enumerate(zip(real, fake)):
         assert x.shape == y.shape, f"{what} output {i}: {tuple(x.shape)}, fake {tuple(y.shape)}"

@@ -134,6 +134,11 @@ def _sdm_step_inplace_fake(
     return v.new_empty(v.shape)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("sdm_check_indices"))
+def _sdm_check_indices_fake(idx: Tensor, num_slots: int) -> Tensor:
+    return idx.new_empty((), dtype=torch.int64)
+
+
 def _sdm_chunk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     write_idx, write_val, v, beta, g, read_idx, read_val, initial_state, cu_seqlens = inputs[:9]
     chunk_size, output_final_state, save_mode, segment_chunks = inputs[9:]

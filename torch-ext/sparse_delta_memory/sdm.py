@@ -364,7 +364,7 @@ def check_indices(idx: Tensor, num_slots: int) -> None:
         raise TypeError(f"{func}: num_slots must be an int, got {type(num_slots).__name__}")
     if num_slots < 0:
         raise ValueError(f"{func}: num_slots must be at least 0, got {num_slots}")
-    linear = ops.sdm_check_indices(idx, num_slots)
+    linear = int(ops.sdm_check_indices(idx.contiguous(), num_slots))
     if linear < 0:
         return
     position = []
