@@ -35,6 +35,7 @@ LAYERS = {
 STABLE_TORCH = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 TORCH_HEADER = re.compile(r"^(torch/|ATen/|c10/|Python\.h$)")
 CUDA_HEADER = re.compile(r"^(cuda|cub/|cute/|cutlass/|cooperative_groups|mma\.h|nv/)")
+STREAMS = {"sstream", "iostream", "ostream", "istream", "fstream", "iomanip", "locale", "regex"}
 MAY_NAME_CUDA = {"sdm_kernels/common/hd.h", "torch-ext/torch_util.h"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 TEXT = {".py", ".h", ".cuh", ".cpp", ".cu", ".md", ".toml", ".ini", ".nix", ".yaml", ".txt", ""}
@@ -100,10 +101,14 @@ def check_cxx(name: str, text: str, problems: list[str]) -> None:
             problems.append(f"{name}: <{header}> is not part of the stable ABI")
         if CUDA_HEADER.match(header) and "cuda" not in folders and name not in MAY_NAME_CUDA:
             problems.append(f"{name}: CUDA header <{header}> outside a cuda/ folder")
+        if header in STREAMS:
+            problems.append(f"{name}: no streams (<{header}>): they tie the library to one runtime")
         if name.endswith("-inl.h"):
             problems.append(f"{name}: a -inl.h is included inside a namespace: no <{header}> in it")
     if re.search(r"^\s*#\s*pragma\s+omp", text, re.M):
         problems.append(f"{name}: threads only through ParallelFor, not OpenMP")
+    if "STD_TORCH_CHECK" in text:
+        problems.append(f"{name}: check() of torch_util.h instead of STD_TORCH_CHECK (a stream)")
     if re.search(r"^using namespace", text, re.M):
         problems.append(f"{name}: no using namespace at file scope")
 

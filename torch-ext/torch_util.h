@@ -12,9 +12,9 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/accelerator.h>
@@ -39,15 +39,32 @@ using torch::stable::Tensor;
 // ---------------------------------------------------------------------------------------------
 // Errors
 
-// Throws std::runtime_error with the arguments printed one after the other.
-template <typename... Args>
-[[noreturn]] inline void fail(const Args&... args) {
-  std::ostringstream message;
-  (message << ... << args);
-  throw std::runtime_error(message.str());
+// Text is put together without streams: those read the locale, whose state a library that carries
+// its own copy of the C++ runtime would mix up with that of the process.
+
+inline void append(std::string& text, const char* part) {
+  text += part;
 }
 
-// check(ok, "sdm_step_: k must be positive, got ", k): the message is built only on failure.
+inline void append(std::string& text, const std::string& part) {
+  text += part;
+}
+
+template <typename Int, typename = std::enable_if_t<std::is_integral_v<Int>>>
+inline void append(std::string& text, Int part) {
+  text += std::to_string(part);
+}
+
+// Throws std::runtime_error with the arguments (texts and integers) one after the other.
+template <typename... Args>
+[[noreturn]] inline void fail(const Args&... args) {
+  std::string message;
+  (append(message, args), ...);
+  throw std::runtime_error(message);
+}
+
+// check(ok, "sdm_step_: k must be positive, got ", k): joined on failure only, but the arguments
+// themselves are evaluated always.
 template <typename... Args>
 inline void check(bool ok, const Args&... args) {
   if (!ok) {
@@ -56,18 +73,12 @@ inline void check(bool ok, const Args&... args) {
 }
 
 inline std::string shape_string(const int64_t* sizes, size_t count) {
-  std::ostringstream text;
-  text << "[";
+  std::string text = "[";
   for (size_t i = 0; i < count; ++i) {
-    text << (i == 0 ? "" : ", ");
-    if (sizes[i] < 0) {
-      text << "*";
-    } else {
-      text << sizes[i];
-    }
+    text += i == 0 ? "" : ", ";
+    text += sizes[i] < 0 ? "*" : std::to_string(sizes[i]);
   }
-  text << "]";
-  return text.str();
+  return text + "]";
 }
 
 inline std::string shape_string(const Tensor& t) {
@@ -140,9 +151,9 @@ inline void check_scalar_type(
 constexpr int64_t kAnySize = -1;
 
 inline void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
-  check(
-      t.dim() == dim, op, ": ", name, " must have ", dim, " dimensions, got shape ", shape_string(t)
-  );
+  if (t.dim() != dim) {
+    fail(op, ": ", name, " must have ", dim, " dimensions, got shape ", shape_string(t));
+  }
 }
 
 inline void check_shape(

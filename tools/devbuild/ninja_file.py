@@ -184,6 +184,8 @@ def _link_flags(options: Options, torch: toolchain.Torch, cuda: toolchain.Cuda |
         assert cuda is not None
         lib = next(p for p in (cuda.home / "lib64", cuda.home / "lib") if p.exists())
         flags += [f"-L{_n(lib)}", "-lcudart"]
+    # A compiler that links the C++ runtime statically must not have its copy met by torch's.
+    flags.append("-Wl,--exclude-libs,ALL")
     # No run path: torch is loaded before the library is, and the loader goes by the name.
     return [*flags, "-Wl,-z,relro,-z,now", "-Wl,--build-id=sha1", "-Wl,--strip-debug"]
 
