@@ -19,6 +19,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Optional
 
 import kernels
 import torch
@@ -29,6 +30,8 @@ from tqdm import tqdm
 
 REPO_ID = "org/sparse-delta-memory"
 ROOT = Path(__file__).resolve().parents[1]
+EVAL_BYTES = 8192  # in one call of the model
+SHORT_CONTEXTS = 8  # pieces of a window in the figure for short contexts
 PROMPT = '''class Counter:
     """Count how often each key was seen."""
 
@@ -61,6 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not arguments.prompt:
         parser.error("--prompt must not be empty")
+    if arguments.seq_len % SHORT_CONTEXTS:
+        parser.error(f"--seq-len must be a multiple of {SHORT_CONTEXTS}")
     return arguments
 
 
@@ -71,15 +76,21 @@ def load_kernel():
     return kernels.get_kernel(REPO_ID, version=1, trust_remote_code=[REPO_ID])
 
 
-def bits_per_byte(model: ByteLM, windows: torch.Tensor, batch_size: int = 8) -> float:
-    """Mean cross entropy over all bytes of the windows, in bits."""
+def bits_per_byte(model: ByteLM, windows: torch.Tensor, context: Optional[int] = None) -> float:
+    """Mean cross entropy over all bytes of the windows, in bits.
+
+    With `context` the windows are cut and the model starts afresh after that many bytes.
+    """
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    if context is not None:
+        inputs, targets = inputs.reshape(-1, context), targets.reshape(-1, context)
+    rows = max(1, EVAL_BYTES // inputs.shape[1])
     total = 0.0
     with torch.no_grad():
-        for batch in windows.split(batch_size):
-            logits = model(batch[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-            total += loss.item()
-    return total / windows[:, 1:].numel() / math.log(2)
+        for x, y in zip(inputs.split(rows), targets.split(rows)):
+            logits = model(x).flatten(0, 1)
+            total += F.cross_entropy(logits, y.flatten(), reduction="sum").item()
+    return total / targets.numel() / math.log(2)
 
 
 def make_optimizer(model: ByteLM, lr: float) -> torch.optim.Optimizer:
@@ -169,15 +180,16 @@ def write_text(model: ByteLM, args: argparse.Namespace) -> None:
         raise SystemExit("the recurrent and the chunked path disagree")
 
 
-def print_table(results: dict) -> None:
-    """One line a model."""
+def print_table(results: dict, seq_len: int) -> None:
+    """One line a model: validation bits per byte at the full context and at short ones."""
+    print(f"\n{'validation bits per byte':<26}{f'{seq_len} bytes':>12}", end="")
     print(
-        f"\n{'model':<16}{'parameters':>12}{'of them bank':>14}{'seconds':>9}{'bits per byte':>15}"
+        f"{f'{seq_len // SHORT_CONTEXTS} bytes':>12}{'parameters':>12}{'bank':>12}{'seconds':>10}"
     )
     for name, result in results.items():
         print(
-            f"{name:<16}{result['parameters']:>12,}{result['bank_parameters']:>14,}"
-            f"{result['seconds']:>9.1f}{result['bits_per_byte']:>15.3f}"
+            f"{name:<26}{result['bits_per_byte']:>12.3f}{result['bits_per_byte_short']:>12.3f}"
+            f"{result['parameters']:>12,}{result['bank_parameters']:>12,}{result['seconds']:>10.1f}"
         )
 
 
@@ -205,6 +217,8 @@ def main() -> None:
         model = ByteLM(kernel, config).to(args.device)
         results[name] = train(name, model, corpus, quick_windows, args)
         results[name]["bits_per_byte"] = bits_per_byte(model, final_windows)
+        short = args.seq_len // SHORT_CONTEXTS
+        results[name]["bits_per_byte_short"] = bits_per_byte(model, final_windows, short)
         sizes = [(p.numel(), getattr(p, "_is_memory_bank", False)) for p in model.parameters()]
         results[name]["parameters"] = sum(size for size, _ in sizes)
         results[name]["bank_parameters"] = sum(size for size, is_bank in sizes if is_bank)
@@ -216,7 +230,7 @@ def main() -> None:
 
     model = ByteLM.load(kernel, args.out).to(args.device)
     write_text(model, args)
-    print_table(results)
+    print_table(results, args.seq_len)
     print(f"\nLoss curves, figures and checkpoint are in {args.out}")
 
 
