@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown tables from the JSON of measure.py: `python benchmarks/tables.py FILE`."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def rows_to_markdown(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def time_of(ms):
+    return f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms" if ms >= 1 else f"{ms * 1e3:.1f} us"
+
+
+def speedup(record, records, style):
+    """How many times faster than the eager record of one style, from the medians."""
+    if not record["who"].startswith("kernel"):
+        return ""
+    in_place = "in place" in record["who"]
+    for other in records:
+        same = all(other[key] == record[key] for key in ("shape", "op", "threads"))
+        name = other["who"].split(", ")[0]
+        same = same and name == style and ("in place" in other["who"]) == in_place
+        if same and "median_ms" in other:
+            return f"{other['median_ms'] / record['median_ms']:.1f}x"
+    return ""
+
+
+def time_table(records):
+    head = ["shape", "what", "who", "threads", "median", "lowest", "repeats", "than eager",
+            "than eager bags", "bank GB/s", "of copy"]  # fmt: skip
+    rows = []
+    for record in records:
+        row = [record["shape"], record["op"], record["who"], record["threads"] or "-"]
+        if "error" in record:
+            rows.append([*row, record["error"], *[""] * 6])
+            continue
+        row += [time_of(record["median_ms"]), time_of(record["min_ms"]), record["repeats"]]
+        row += [speedup(record, records, style) for style in ("eager", "eager bags")]
+        row.append(f"{record['gb_s']:.1f}" if "gb_s" in record else "")
+        row.append(f"{record['share']:.0%}" if "share" in record else "")
+        if "items_per_s" in record:
+            row[1] += f" ({record['items_per_s']:,.0f} rows/s)"
+        rows.append(row)
+    return rows_to_markdown(head, rows)
+
+
+def memory_table(records):
+    def mib(size):
+        return f"{size / 2**20:.1f}"
+
+    head = ["shape", "call", "peak, MiB", "of it results, MiB", "kept for backward, MiB"]
+    rows = []
+    for record in records:
+        row = [record["shape"], record["mode"]]
+        if "error" in record:
+            rows.append([*row, record["error"], "", ""])
+            continue
+        keys = ("peak_bytes", "result_bytes", "kept_bytes")
+        rows.append(row + [mib(record[key]) for key in keys])
+    return rows_to_markdown(head, rows)
+
+
+def facts_line(report):
+    facts = report["machine"]
+    where = facts.get("gpu") or f"{facts['cpu']}, {facts['cores']} cores"
+    ceilings = ", ".join(
+        f"{c['gb_s']:.1f} GB/s" + (f" on {c['threads']} threads" if c["threads"] else "")
+        for c in report["ceilings"]
+    )
+    return (
+        f"{where}; torch {facts['torch']}; commit {facts['commit']}; {facts['date']}; "
+        f"load {facts['load']} before, {facts['load_at_end']} after; {facts['clock']} clock. "
+        f"Copy (read + write): {ceilings}."
+    )
+
+
+def markdown(report):
+    parts = [facts_line(report), f"`{report['machine']['command']}`", time_table(report["results"])]
+    if report["memory"]:
+        parts.append(memory_table(report["memory"]))
+    passed = sum(check["ok"] for check in report["checks"])
+    parts.append(f"{passed} of {len(report['checks'])} checks passed.")
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(markdown(json.loads(Path(name).read_text())) + "\n")
