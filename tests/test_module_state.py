@@ -164,6 +164,19 @@ def test_conveniences(sdm, device):
     assert not alone.bank.any()
 
 
+def test_any_object_with_bank_and_count_is_a_state(sdm, device):
+    class Cache:
+        pass
+
+    mixer = build(sdm, device)
+    x = torch.randn(1, 3, 24, device=device)
+    cache, state = Cache(), mixer.init_state(1)
+    cache.bank, cache.count = state.bank.clone(), 0
+    with torch.no_grad():
+        assert torch.equal(mixer(x, cache)[0], mixer(x, state)[0])
+    assert cache.count == 3 and torch.equal(cache.bank, state.bank)
+
+
 def test_state_errors(sdm, device):
     state_class = sdm.SparseDeltaMemoryState
     with pytest.raises(ValueError, match="batch_size must be a positive integer"):

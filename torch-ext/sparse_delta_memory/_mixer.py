@@ -88,7 +88,7 @@ def _run(
 ) -> tuple[torch.Tensor, Optional[State]]:
     """Readings [B, T, H, D] and the state after the call."""
     chunk_size = mixer.config.chunk_size
-    if not isinstance(state, SparseDeltaMemoryState):
+    if state is None or isinstance(state, torch.Tensor):
         bank = initial_bank(mixer) if state is None else state
         readings, final_bank = chunk_sdm(
             *inputs,
@@ -168,7 +168,10 @@ def _batch_and_length(
 def _check_state(mixer: torch.nn.Module, state: Optional[State], num_sequences: int) -> None:
     if state is None:
         return
-    if not isinstance(state, (SparseDeltaMemoryState, torch.Tensor)):
+    # Not by class: a program may hold two builds of this package, or a cache of its own.
+    if not isinstance(state, torch.Tensor) and not (
+        hasattr(state, "bank") and hasattr(state, "count")
+    ):
         raise TypeError(
             "SparseDeltaMemory: state must be a SparseDeltaMemoryState, a tensor or None, "
             f"got {type(state).__name__}"

@@ -71,8 +71,7 @@ class SparseDeltaMemoryState:
                 )
             dtype = dtype or initial_bank.dtype
             device = device or initial_bank.device
-        # Always filled by `reset`; `empty` would be enough, `zeros` costs nothing on a lazy host.
-        self.bank = torch.zeros(shape, dtype=dtype, device=device)
+        self.bank = torch.empty(shape, dtype=dtype, device=device)
         self.count = torch.full((batch_size,), count, dtype=torch.int64, device=self.bank.device)
         self._fill(slice(None))
 
