@@ -176,9 +176,11 @@ def _gencode(arch: str) -> list[str]:
 
 
 def _link_flags(options: Options, torch: toolchain.Torch, cuda: toolchain.Cuda | None) -> list[str]:
+    # The C++ runtime comes first: some builds of torch export parts of a copy of it.
+    flags = ["-Wl,--no-as-needed", "-lstdc++"]
     # libtorch.so itself holds nothing: it stands for whatever torch is running, so that a CUDA
     # variant linked against a CPU build of torch still finds the stream functions of a CUDA one.
-    flags = [f"-L{_n(torch.root / 'lib')}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+    flags += [f"-L{_n(torch.root / 'lib')}", "-ltorch", "-ltorch_cpu"]
     flags += ["-Wl,--as-needed", "-lc10"]
     if options.kernels == "cuda":
         assert cuda is not None

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from . import config
+
 SOURCE = (".h", ".cuh", ".cpp", ".cu")
 GENERATED = {"torch-ext/registration.h"}
 
@@ -30,13 +32,24 @@ def section_of(name: str) -> str:
 
 
 def expected(root: Path) -> dict[str, list[str]]:
-    """The lists that follow from the tree; CUDA sections are divided by hand."""
-    lists: dict[str, list[str]] = {"torch": [], "cpu": []}
+    """The lists that follow from the tree.
+
+    CUDA files belong into [kernel.cuda_base] unless another CUDA section, for one card, lists them.
+    """
+    lists: dict[str, list[str]] = {"torch": [], "cpu": [], "cuda": []}
     for name in tree_sources(root):
-        kind = section_of(name)
-        if kind != "cuda":
-            lists[kind].append(name)
+        lists[section_of(name)].append(name)
     lists["cpu_in_cuda"] = lists["cpu"]
+    sections = config.load(root).sections
+    special = {
+        name
+        for section in sections
+        if section.backend == "cuda" and section.name not in ("cpu_in_cuda", "cuda_base")
+        for name in section.src
+    }
+    cuda = [name for name in lists.pop("cuda") if name not in special]
+    if cuda or any(section.name == "cuda_base" for section in sections):
+        lists["cuda_base"] = cuda
     return lists
 
 
