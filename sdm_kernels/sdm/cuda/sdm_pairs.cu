@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Workspace and launches of the pair stage (sdm_token_dots.cuh, sdm_bwd_pairs.cuh,
+//! sdm_pair_gates.cuh).
+
+#include <cstdint>
+#include <type_traits>
+
+#include "sdm_kernels/sdm/cuda/sdm_bwd_pairs.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_pair_gates.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_pairs.h"
+#include "sdm_kernels/sdm/cuda/sdm_token_dots.cuh"
+
+namespace sdm {
+namespace {
+
+using namespace cuda::pairs;
+
+constexpr size_t kAlign = 256;
+
+struct PairsWorkspace {
+  float* ve;
+  float* ge;
+  float* ve_planes;  // partial sums, where the columns are split
+  float* ge_planes;
+  int32_t* entry_group;
+  float* value;
+  float* row_sum;
+  float* error_sum;
+  float* decay_sum;
+  float2* write_part;
+  double2* changes;
+  size_t bytes;
+};
+
+struct DotsSplit {
+  int64_t columns, segments;
+  bool split;
+};
+
+DotsSplit split_dots(const SdmDims& dims, int64_t num_q) {
+  const int64_t columns = segment_columns(dims.D);
+  const int64_t segments = ceil_div(dims.D, columns);
+  return {columns, segments, segments > 1 && num_q * lower_tiles(dims.C) < kFewTiles};
+}
+
+// Places the arrays from `base` on; a null base only counts.
+PairsWorkspace carve_workspace(const SdmDims& dims, const SdmWindow& window, char* base) {
+  const int64_t num_q = dims.N * window.chunks * dims.H;
+  const int64_t n = num_q * dims.C * (dims.W + dims.R);
+  const int64_t writes = num_q * dims.C * dims.W;
+  const int64_t Cp = round_up(dims.C, 16);
+  const int64_t square = num_q * Cp * Cp;
+  const DotsSplit dots = split_dots(dims, num_q);
+  const int64_t planes = dots.split ? dots.segments * square : 0;
+  PairsWorkspace w = {};
+  const auto take = [&](auto** array, int64_t count) {
+    if (base != nullptr) {
+      *array = reinterpret_cast<std::remove_reference_t<decltype(*array)>>(base + w.bytes);
+    }
+    const size_t bytes = static_cast<size_t>(count) * sizeof(**array);
+    w.bytes += (bytes + kAlign - 1) / kAlign * kAlign;
+  };
+  take(&w.ve, square);
+  take(&w.ge, square);
+  take(&w.ve_planes, planes);
+  take(&w.ge_planes, planes);
+  take(&w.entry_group, n);
+  take(&w.value, n);
+  take(&w.row_sum, n);
+  take(&w.error_sum, writes);
+  take(&w.decay_sum, writes);
+  take(&w.write_part, n);
+  take(&w.changes, n);
+  return w;
+}
+
+bool aligned(const void* data, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
+cudaError_t launch_token_dots(
+    const SdmCudaInputs& inputs,
+    const SdmWindow& window,
+    int64_t num_q,
+    const float* d_v,
+    const float* errors,
+    const FloatView& d_out,
+    const PairsWorkspace& w,
+    cudaStream_t stream
+) {
+  const SdmDims& dims = inputs.dims;
+  const DotsSplit dots = split_dots(dims, num_q);
+  SdmTokenDotsParams p = {};
+  p.dims = dims;
+  p.sequences = inputs.sequences;
+  p.window = window;
+  p.num_q = num_q;
+  p.Cp = static_cast<int32_t>(round_up(dims.C, 16));
+  p.tiles = static_cast<int32_t>(lower_tiles(dims.C));
+  p.columns = dots.columns;
+  p.segments = static_cast<int32_t>(dots.segments);
+  p.split = dots.split;
+  p.vector_rows = dims.D % 4 == 0 && aligned(d_v, 16) && aligned(errors, 16);
+  // strides of single elements of an axis are never used
+  const int64_t strides = (dims.B > 1 ? d_out.stride[0] : 0) | (dims.T > 1 ? d_out.stride[1] : 0) |
+                          (dims.H > 1 ? d_out.stride[2] : 0);
+  p.vector_d_out = dims.D % 4 == 0 && strides % 4 == 0 &&
+                   aligned(d_out.data, static_cast<size_t>(4 * element_size(d_out.dtype)));
+  p.d_v = d_v;
+  p.errors = errors;
+  p.d_out = d_out;
+  p.ve = dots.split ? w.ve_planes : w.ve;
+  p.ge = dots.split ? w.ge_planes : w.ge;
+  const int64_t blocks = num_q * p.tiles * (dots.split ? dots.segments : 1);
+  if (inputs.bank_dtype == DType::kF32) {
+    sdm_token_dots_kernel<3><<<static_cast<unsigned>(blocks), kDotThreads, 0, stream>>>(p);
+  } else {
+    sdm_token_dots_kernel<1><<<static_cast<unsigned>(blocks), kDotThreads, 0, stream>>>(p);
+  }
+  if (dots.split) {
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) {
+      return error;
+    }
+    const unsigned rows = static_cast<unsigned>(num_q * dims.C);
+    sdm_token_dots_sum_kernel<<<rows, 256, 0, stream>>>(p, w.ve, w.ge);
+  }
+  return cudaGetLastError();
+}
+
+unsigned grid_of(int64_t num_q, int64_t items, int64_t per_block) {
+  return static_cast<unsigned>(num_q * ceil_div(items, per_block));
+}
+
+}  // namespace
+
+size_t sdm_pairs_workspace(const SdmDims& dims, const SdmWindow& window) {
+  return carve_workspace(dims, window, nullptr).bytes;
+}
+
+cudaError_t launch_sdm_pairs(
+    const SdmCudaInputs& inputs,
+    const SdmWindow& window,
+    const SdmRecords& records,
+    const SdmDots& dots,
+    const float* errors,
+    const FloatView& d_out,
+    const SdmPairGrads& grads,
+    void* workspace,
+    cudaStream_t stream
+) {
+  const SdmDims& dims = inputs.dims;
+  const int64_t num_q = records.num_q;
+  const int64_t lanes = dims.C * (dims.W + dims.R);
+  if (num_q == 0 || dims.C == 0) {
+    return cudaSuccess;
+  }
+  const PairsWorkspace w = carve_workspace(dims, window, static_cast<char*>(workspace));
+  cudaError_t error = launch_token_dots(inputs, window, num_q, dots.d_v, errors, d_out, w, stream);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const size_t map_bytes = static_cast<size_t>(num_q * lanes) * sizeof(int32_t);
+  error = cudaMemsetAsync(w.entry_group, 0xff, map_bytes, stream);  // -1: no entry
+  if (error != cudaSuccess) {
+    return error;
+  }
+
+  SdmBwdPairsParams p = {};
+  p.dims = dims;
+  p.tokens = inputs.tokens;
+  p.sequences = inputs.sequences;
+  p.window = window;
+  p.records = records;
+  p.dots = dots;
+  p.d_write_val = grads.d_write_val;
+  p.d_read_val = grads.d_read_val;
+  p.d_beta = grads.d_beta;
+  p.d_g = grads.d_g;
+  p.ve = w.ve;
+  p.ge = w.ge;
+  p.entry_group = w.entry_group;
+  p.value = w.value;
+  p.row_sum = w.row_sum;
+  p.error_sum = w.error_sum;
+  p.decay_sum = w.decay_sum;
+  p.write_part = w.write_part;
+  p.changes = w.changes;
+  const auto launch = [&](void (*kernel)(SdmBwdPairsParams), unsigned blocks) {
+    kernel<<<blocks, kThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  };
+  error = launch(sdm_pairs_sum_kernel, grid_of(num_q, lanes, kThreads));
+  if (error == cudaSuccess) {
+    error = launch(sdm_pairs_pull_kernel, grid_of(num_q, lanes, kThreads));
+  }
+  if (error == cudaSuccess) {
+    error = launch(sdm_pairs_gates_kernel, grid_of(num_q, dims.C * dims.W, kThreads));
+  }
+  if (error == cudaSuccess) {
+    error = launch(sdm_pairs_finish_kernel, grid_of(num_q, dims.C, kThreads / 32));
+  }
+  return error;
+}
+
+}  // namespace sdm
