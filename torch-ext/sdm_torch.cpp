@@ -441,19 +441,22 @@ Tensor sdm_step_cpu(
   );
 }
 
-int64_t sdm_check_indices_cpu(const Tensor& idx, int64_t num_slots) {
+Tensor sdm_check_indices_cpu(const Tensor& idx, int64_t num_slots) {
   const char* op = "sdm_check_indices";
   check_contiguous(op, "idx", idx);
   const bool wide = is_int64(op, "idx", idx);
   const void* data = idx.const_data_ptr();
-  for (int64_t i = 0; i < idx.numel(); ++i) {
+  int64_t first_bad = -1;
+  for (int64_t i = 0; i < idx.numel() && first_bad < 0; ++i) {
     const int64_t slot =
         wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
     if (slot < 0 || slot >= num_slots) {
-      return i;
+      first_bad = i;
     }
   }
-  return -1;
+  Tensor result = torch::stable::new_empty(idx, {}, ScalarType::Long);
+  *static_cast<int64_t*>(result.mutable_data_ptr()) = first_bad;
+  return result;
 }
 
 }  // namespace sdm::ext

@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, ops) {
       "sdm_step_(Tensor(a!) state, Tensor write_idx, Tensor write_val, Tensor v, Tensor beta, "
       "Tensor g, Tensor read_idx, Tensor read_val, Tensor? state_indices) -> Tensor"
   );
-  ops.def("sdm_check_indices(Tensor idx, int num_slots) -> int");
+  ops.def("sdm_check_indices(Tensor idx, int num_slots) -> Tensor");
 }
 
 // Every variant holds the CPU kernels, the CUDA ones too: a CUDA user has CPU tensors as well.

@@ -94,7 +94,7 @@ Tensor sdm_step_cpu(
     const std::optional<Tensor>& state_indices
 );
 
-// The linear position of the first id outside [0, num_slots), or -1.
-int64_t sdm_check_indices_cpu(const Tensor& idx, int64_t num_slots);
+// The linear position of the first id outside [0, num_slots), or -1, as a 0-d int64 tensor.
+Tensor sdm_check_indices_cpu(const Tensor& idx, int64_t num_slots);
 
 }  // namespace sdm::ext

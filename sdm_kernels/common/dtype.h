@@ -22,7 +22,7 @@ struct F16 {
   uint16_t bits;
 };
 
-inline int64_t element_size(DType dtype) {
+SDM_HD int64_t element_size(DType dtype) {
   switch (dtype) {
     case DType::kF64:
       return 8;
@@ -33,27 +33,27 @@ inline int64_t element_size(DType dtype) {
   }
 }
 
-inline uint32_t float_bits(float x) {
+SDM_HD uint32_t float_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
 
-inline float bits_float(uint32_t bits) {
+SDM_HD float bits_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));
   return x;
 }
 
-inline float to_f32(float x) {
+SDM_HD float to_f32(float x) {
   return x;
 }
 
-inline float to_f32(Bf16 x) {
+SDM_HD float to_f32(Bf16 x) {
   return bits_float(static_cast<uint32_t>(x.bits) << 16);
 }
 
-inline float to_f32(F16 x) {
+SDM_HD float to_f32(F16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) {  // infinity or NaN (made quiet, as the hardware conversion does)
@@ -68,15 +68,15 @@ inline float to_f32(F16 x) {
 }
 
 template <typename Out>
-Out from_f32(float x);
+SDM_HD Out from_f32(float x);
 
 template <>
-inline float from_f32<float>(float x) {
+SDM_HD float from_f32<float>(float x) {
   return x;
 }
 
 template <>
-inline Bf16 from_f32<Bf16>(float x) {
+SDM_HD Bf16 from_f32<Bf16>(float x) {
   const uint32_t bits = float_bits(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return Bf16{static_cast<uint16_t>((bits >> 16) | 0x40u)};
@@ -85,7 +85,7 @@ inline Bf16 from_f32<Bf16>(float x) {
 }
 
 template <>
-inline F16 from_f32<F16>(float x) {
+SDM_HD F16 from_f32<F16>(float x) {
   const uint32_t bits = float_bits(x);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;

@@ -2,7 +2,8 @@
 //! @file The 8-bit and 4-bit codes of saved bank rows; the scale of a row is chosen by the caller.
 #pragma once
 
-#include <cmath>
+#include <math.h>
+
 #include <cstdint>
 
 #include "sdm_kernels/common/dtype.h"
@@ -14,7 +15,7 @@ constexpr float kInt4Max = 7.0f;
 
 // e4m3fn: 4 exponent bits (bias 7), 3 mantissa bits, no infinity, 0x7f is NaN. Round to nearest
 // even, saturating.
-inline uint8_t fp8_from_f32(float x) {
+SDM_HD uint8_t fp8_from_f32(float x) {
   const uint32_t bits = float_bits(x);
   const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -33,7 +34,7 @@ inline uint8_t fp8_from_f32(float x) {
   return static_cast<uint8_t>(sign | (rounded >> 20));
 }
 
-inline float fp8_to_f32(uint8_t code) {
+SDM_HD float fp8_to_f32(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
   const uint32_t magnitude = code & 0x7fu;
   if (magnitude == 0x7fu) {
@@ -46,14 +47,14 @@ inline float fp8_to_f32(uint8_t code) {
 }
 
 // Two's complement, -8 to 7; NaN becomes 0.
-inline uint8_t int4_from_f32(float x) {
+SDM_HD uint8_t int4_from_f32(float x) {
   const float low = x > -8.0f ? x : -8.0f;
   const float clamped = low < 7.0f ? low : 7.0f;
-  const int code = x != x ? 0 : static_cast<int>(std::nearbyint(clamped));
+  const int code = x != x ? 0 : static_cast<int>(rintf(clamped));
   return static_cast<uint8_t>(code & 0xf);
 }
 
-inline float int4_to_f32(uint8_t code) {
+SDM_HD float int4_to_f32(uint8_t code) {
   return static_cast<float>(code >= 8u ? static_cast<int>(code) - 16 : static_cast<int>(code));
 }
 
