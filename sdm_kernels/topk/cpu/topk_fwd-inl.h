@@ -94,7 +94,6 @@ inline void select_slots(
 ) {
   int32_t maxima[2][kTopkMaxMaxima];
   Estimate estimate[2];
-  int32_t list_len = 0;
   for (size_t f = 0; f < plan.stages.size(); ++f) {
     const TopkStage& stage = plan.stages[f];
     const bool last = f + 1 == plan.stages.size();
@@ -111,7 +110,7 @@ inline void select_slots(
       bound = sum_bound(
           stage, estimate[0].scores, estimate[0].length, estimate[1].scores, estimate[1].length
       );
-      list_len = make_list(
+      make_list(
           first,
           plan.first_width,
           plan.first_len,
@@ -126,9 +125,11 @@ inline void select_slots(
     }
     bound = std::max(
         bound,
-        sum_bound(stage, scratch.list_scores, list_len, estimate[1].scores, estimate[1].length)
+        sum_bound(
+            stage, scratch.list_scores, stage.list_len, estimate[1].scores, estimate[1].length
+        )
     );
-    const int32_t factor_len = make_list(
+    make_list(
         factor,
         stage.width,
         stage.factor_len,
@@ -139,16 +140,23 @@ inline void select_slots(
         scratch.factor_cols
     );
     bound = std::max(
-        bound, sum_bound(stage, scratch.list_scores, list_len, scratch.factor_scores, factor_len)
+        bound,
+        sum_bound(
+            stage, scratch.list_scores, stage.list_len, scratch.factor_scores, stage.factor_len
+        )
     );
-    const Candidates candidates = make_candidates(stage, scratch, list_len, factor_len, bound);
+    const Candidates candidates = make_candidates(stage, scratch, bound);
     const int32_t most = order_key(scratch.list_scores[0] + scratch.factor_scores[0]);
     const Threshold threshold = find_threshold(
-        scratch.candidates, candidates.padded, stage.num_selected, bound, candidates.num_ge, most
+        scratch.candidates,
+        candidates.padded,
+        stage.num_selected,
+        bound,
+        sum_lanes(candidates.num_ge),
+        most
     );
     if (!last) {
       pick_running<T>(stage, scratch, candidates, threshold);
-      list_len = stage.num_selected;
       continue;
     }
     pick_last(stage, scratch, candidates, threshold);

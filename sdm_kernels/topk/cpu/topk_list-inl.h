@@ -32,7 +32,7 @@ inline void load_keys_maxima(const T* scores, int64_t width, int32_t* keys, int3
     keys[column] = order_key(to_f32(scores[column]));
     maxima[lane] = std::max(maxima[lane], keys[column]);
   }
-  store(keys + width, broadcast(kLowestKey));
+  pad_keys(keys + width);
 }
 
 template <typename T>
@@ -115,21 +115,22 @@ inline int64_t keep_columns(const TopkFactor& factor, int64_t width, int32_t bou
     }
     if (any != 0) {
       for (int v = 0; v < kGroup; ++v) {
-        kept += compress_store(
-            factor.columns + kept, columns + v * kLanes, factor.keys + kept, keys[v], masks[v]
-        );
+        compress_store(factor.columns + kept, columns + v * kLanes, masks[v]);
+        compress_store(factor.keys + kept, keys[v], masks[v]);
+        kept += popcount(masks[v]);
       }
     }
     columns += kGroup * kLanes;
   }
   for (; column < width; column += kLanes) {
     const VecI key = load(factor.keys + column);
-    kept += compress_store(
-        factor.columns + kept, columns, factor.keys + kept, key, mask_gt(key, below)
-    );
+    const uint32_t mask = mask_gt(key, below);
+    compress_store(factor.columns + kept, columns, mask);
+    compress_store(factor.keys + kept, key, mask);
+    kept += popcount(mask);
     columns += kLanes;
   }
-  store(factor.keys + kept, broadcast(kLowestKey));
+  pad_keys(factor.keys + kept);
   return kept;
 }
 
@@ -150,7 +151,7 @@ inline void keep_best(
     factor.columns[kept] = column;
     kept += key >= threshold.key && !drop;
   }
-  store(factor.keys + kept, broadcast(kLowestKey));
+  pad_keys(factor.keys + kept);
 }
 
 // Sorts `num` kept columns into `scores` and `ids`.
@@ -182,9 +183,9 @@ inline void sort_columns(
   }
 }
 
-// The list of a factor whose keys are loaded; returns its length, at most `want`.
+// The list of a factor whose keys are loaded: `want` scores and ids.
 template <typename Id, typename Scratch>
-inline int32_t make_list(
+inline void make_list(
     const TopkFactor& factor,
     int64_t width,
     int32_t want,
@@ -200,9 +201,10 @@ inline int32_t make_list(
     num = want;
   }
   sort_columns(factor, num, scratch, scores, ids);
-  const int64_t length = std::min<int64_t>(num, want);
-  store(scores + length, broadcast(-INFINITY));
-  return static_cast<int32_t>(length);
+  // Dropped columns count as -inf: with anything, less than the bound that they could not reach.
+  for (int64_t rank = std::min<int64_t>(num, want); rank < want + kLanes; rank += kLanes) {
+    store(scores + rank, broadcast(-INFINITY));
+  }
 }
 
 }  // namespace topk_impl

@@ -15,14 +15,12 @@ namespace sdm {
 // Up to this many columns too many are sorted along; more are first cut by their threshold.
 constexpr int64_t kTopkListSlack = 32;
 
-// Candidates that lie next to each other in TopkScratch::candidates: sums of one fixed rank of one
-// list with consecutive ranks of the other, hence descending.
-struct TopkRun {
-  int32_t position;   // of the first key in `candidates`, a multiple of the lanes
-  int32_t length;     // keys, padded
-  int32_t fixed;      // rank in the fixed list
-  int32_t first;      // rank of the first key in the other list
-  bool fixed_factor;  // the fixed rank is one of the factor, not of the running list
+// One vector of TopkScratch::candidates: sums of one rank of one list with consecutive ranks of the
+// other, hence descending.
+struct TopkSpan {
+  int32_t fixed;      // the one rank
+  int32_t first;      // the first of the consecutive ranks
+  bool fixed_factor;  // the one rank is in the factor list, not in the running list
 };
 
 // One factor on its way from raw columns to a list in descending order.
@@ -42,6 +40,7 @@ struct TopkScratch {
   int32_t* factor_cols;  // [max_selected]
 
   int32_t* candidates;                 // [max_candidates] keys of sums
+  TopkSpan* spans;                     // [max_candidates / lanes]
   int32_t* tied;                       // [max_candidates] tie payloads; also room for sorting
   int64_t* merged;                     // [max_selected] key and tie payload in one word
   int32_t* picked_keys;                // [max_selected]
@@ -49,7 +48,6 @@ struct TopkScratch {
   int32_t* ranks;                      // [max_selected or kTopkMaxMaxima]
   uint64_t* radix[2];                  // [max_selected]
   std::pair<int64_t, int32_t>* pairs;  // [max_selected]
-  TopkRun runs[80];                    // at most 2 * floor(sqrt(kMaxTopk)) = 64
 };
 
 // Carves `memory` (64-byte aligned, or null to measure only) and returns the bytes needed.
@@ -71,6 +69,7 @@ int64_t carve_topk_scratch(const TopkPlan& plan, char* memory, TopkScratch<Id>* 
   take(scratch->factor_scores, plan.max_selected + kTopkListSlack);
   take(scratch->factor_cols, plan.max_selected + kTopkListSlack);
   take(scratch->candidates, plan.max_candidates);
+  take(scratch->spans, plan.max_candidates / 4);  // 4 lanes is the shortest vector
   take(scratch->tied, plan.max_candidates);
   take(scratch->merged, plan.max_selected);
   take(scratch->picked_keys, plan.max_selected);

@@ -92,16 +92,32 @@ inline VecI less_one(VecI v) {
   return reinterpret_cast<VecI>(reinterpret_cast<VecU>(v) - 1u);
 }
 
-// Bit l is set where a > b in lane l.
-inline uint32_t mask_gt(VecI a, VecI b) {
+// Bit l is set where lane l of a comparison is true.
+inline uint32_t mask_bits(VecI truth) {
 #if SDM_TOPK_AVX2
-  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(a > b)));
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(truth)));
 #elif defined(__x86_64__)
-  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(a > b)));
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(truth)));
 #else
-  const VecI bits = (a > b) & VecI{1, 2, 4, 8};
+  const VecI bits = truth & VecI{1, 2, 4, 8};
   return static_cast<uint32_t>(bits[0] | bits[1] | bits[2] | bits[3]);
 #endif
+}
+
+inline int popcount(uint32_t mask) {
+#if SDM_TOPK_AVX2
+  return __builtin_popcount(mask);
+#else
+  return static_cast<int>(0x4332322132212110u >> (4 * mask) & 7);  // of 4 bits, 4 bits each
+#endif
+}
+
+inline uint32_t mask_gt(VecI a, VecI b) {
+  return mask_bits(a > b);
+}
+
+inline uint32_t mask_eq(VecI a, VecI b) {
+  return mask_bits(a == b);
 }
 
 // count + 1 in the lanes where a > b.
@@ -132,6 +148,12 @@ inline int32_t sum_lanes(VecI v) {
 #endif
 }
 
+// Writes kLowestKey behind the last key, as far as any loop reads.
+inline void pad_keys(int32_t* end) {
+  store(end, broadcast(kLowestKey));
+  store(end + kLanes, broadcast(kLowestKey));
+}
+
 // Number of keys >= bound (bound > kLowestKey) among `padded` keys, a multiple of kLanes.
 inline int64_t count_ge(const int32_t* keys, int64_t padded, int32_t bound) {
   const VecI below = broadcast(bound - 1);
@@ -148,7 +170,7 @@ inline int64_t count_ge(const int32_t* keys, int64_t padded, int32_t bound) {
 }
 
 #if SDM_TOPK_AVX2
-// The lanes that move_lanes brings to the front for every mask, 4 bits each.
+// For every mask the lanes to bring to the front, 4 bits each.
 struct CompressTable {
   uint32_t lanes[256];
 
@@ -170,33 +192,21 @@ struct CompressTable {
 constexpr CompressTable kCompressTable;
 #endif
 
-// Writes the lanes of a whose mask bit is set next to each other, and those of b likewise; may
-// write whole vectors. Returns how many lanes there are.
-inline int compress_store(int32_t* out_a, VecI a, int32_t* out_b, VecI b, uint32_t mask) {
+// Writes the lanes of v whose mask bit is set next to each other; may write a whole vector.
+inline void compress_store(int32_t* out, VecI v, uint32_t mask) {
 #if SDM_TOPK_AVX2
+  // The permutation looks at the low three bits of each lane only.
   const __m256i packed = _mm256_set1_epi32(static_cast<int32_t>(kCompressTable.lanes[mask]));
-  // The permutation looks at the low three bits only.
   const __m256i lanes = _mm256_srlv_epi32(packed, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
-  store(
-      out_a,
-      reinterpret_cast<VecI>(_mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(a), lanes))
-  );
-  store(
-      out_b,
-      reinterpret_cast<VecI>(_mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(b), lanes))
-  );
+  const __m256i moved = _mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(v), lanes);
+  store(out, reinterpret_cast<VecI>(moved));
 #else
-  int32_t lanes_a[kLanes];
-  int32_t lanes_b[kLanes];
-  store(lanes_a, a);
-  store(lanes_b, b);
   int next = 0;
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1, ++next) {
-    out_a[next] = lanes_a[__builtin_ctz(rest)];
-    out_b[next] = lanes_b[__builtin_ctz(rest)];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    out[next] = v[lane];
+    next += mask >> lane & 1;
   }
 #endif
-  return __builtin_popcount(mask);
 }
 
 }  // namespace topk_impl

@@ -13,39 +13,37 @@ constexpr int64_t kMaxCounted = 256;
 inline void count_greater(
     const int32_t* keys, int32_t begin, int32_t end, const VecI (&bound)[2], VecI (&rank)[2]
 ) {
-  for (int32_t other = begin; other < end; ++other) {
-    const VecI key = broadcast(keys[other]);
-    rank[0] = count_gt(rank[0], key, bound[0]);
-    rank[1] = count_gt(rank[1], key, bound[1]);
+  for (int32_t block = begin; block < end; block += 2 * kLanes) {
+    for (int32_t other = block; other < block + 2 * kLanes; ++other) {
+      const VecI key = broadcast(keys[other]);
+      rank[0] = count_gt(rank[0], key, bound[0]);
+      rank[1] = count_gt(rank[1], key, bound[1]);
+    }
   }
 }
 
 // ranks[p] = place of keys[p] in descending order, the later position first among equal keys.
-// keys are padded to a multiple of kLanes with kLowestKey, and readable for another kLanes; ranks
-// of the padding, of up to 2 * kLanes elements, are meaningless.
+// keys are padded by pad_keys; ranks of the padding, up to a multiple of 2 * kLanes, are
+// meaningless. All trip counts are multiples of that, so that lists of similar length branch alike.
 inline void count_ranks(const int32_t* keys, int64_t num, int32_t* ranks) {
-  const int32_t size = static_cast<int32_t>(num);
-  for (int32_t block = 0; block < size; block += 2 * kLanes) {
+  const int32_t padded = static_cast<int32_t>(round_up(num, 2 * kLanes));
+  for (int32_t block = 0; block < padded; block += 2 * kLanes) {
     const VecI key[2] = {load(keys + block), load(keys + block + kLanes)};
     // Later positions precede at equal keys: key - 1 is what they have to exceed.
     const VecI key_less[2] = {less_one(key[0]), less_one(key[1])};
     VecI rank[2] = {};
-    const int32_t middle = std::min(block + kLanes, size);
-    const int32_t end = std::min(block + 2 * kLanes, size);
     count_greater(keys, 0, block, key, rank);
-    for (int32_t other = block; other < middle; ++other) {
-      const VecI other_key = broadcast(keys[other]);
-      const VecI bound = key[0] + (iota() < other - block);
-      rank[0] = count_gt(rank[0], other_key, bound);
-      rank[1] = count_gt(rank[1], other_key, key[1]);
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
+      const VecI other = broadcast(keys[block + lane]);
+      rank[0] = count_gt(rank[0], other, select(iota() < lane, key_less[0], key[0]));
+      rank[1] = count_gt(rank[1], other, key[1]);
     }
-    for (int32_t other = middle; other < end; ++other) {
-      const VecI other_key = broadcast(keys[other]);
-      const VecI bound = key[1] + (iota() < other - middle);
-      rank[0] = count_gt(rank[0], other_key, key_less[0]);
-      rank[1] = count_gt(rank[1], other_key, bound);
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
+      const VecI other = broadcast(keys[block + kLanes + lane]);
+      rank[0] = count_gt(rank[0], other, key_less[0]);
+      rank[1] = count_gt(rank[1], other, select(iota() < lane, key_less[1], key[1]));
     }
-    count_greater(keys, end, size, key_less, rank);
+    count_greater(keys, block + 2 * kLanes, padded, key_less, rank);
     store(ranks + block, rank[0]);
     store(ranks + block + kLanes, rank[1]);
   }

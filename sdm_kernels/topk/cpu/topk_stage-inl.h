@@ -11,10 +11,13 @@ namespace SDM_ISA {
 namespace topk_impl {
 
 struct Candidates {
-  int32_t padded;  // keys, a multiple of kLanes
-  int32_t num_runs;
-  int64_t num_ge;  // keys >= the bound
+  int32_t padded;  // keys, a multiple of kLanes; one TopkSpan for each kLanes of them
+  VecI num_ge;     // keys >= the bound, by lane
 };
+
+// From this many selected slots on, a run ends at the bound. Below it, fewer sums are worth less
+// than the branches that go the same way in every row.
+constexpr int32_t kMinCutRuns = 128;
 
 // Appends other[first .. end) + fixed; returns false if not even the first sum reaches the bound.
 template <typename Scratch>
@@ -23,83 +26,75 @@ inline bool add_run(
     Candidates& candidates,
     const float* other,
     float fixed_score,
-    TopkRun run,
+    TopkSpan span,
     int32_t end,
-    VecI below
+    VecI below,
+    bool cut
 ) {
-  run.position = candidates.padded;
-  for (int32_t rank = run.first; rank < end; rank += kLanes) {
-    VecI key = order_keys(load(other + rank) + broadcast(fixed_score));
-    if (end - rank < kLanes) {
-      key = select(iota() < end - rank, key, broadcast(kLowestKey));
+  const VecF fixed = broadcast(fixed_score);
+  const int32_t begin = span.first;
+  for (; span.first < end; span.first += kLanes) {
+    VecI key = order_keys(load(other + span.first) + fixed);
+    if (end - span.first < kLanes) {
+      key = select(iota() < end - span.first, key, broadcast(kLowestKey));
     }
-    const uint32_t mask = mask_gt(key, below);
-    if (mask == 0) {
-      break;
+    if (cut && mask_gt(key, below) == 0) {
+      return span.first != begin;
     }
     store(scratch.candidates + candidates.padded, key);
+    scratch.spans[candidates.padded / kLanes] = span;
     candidates.padded += kLanes;
-    const int num_ge = __builtin_popcount(mask);
-    candidates.num_ge += num_ge;
-    if (num_ge < kLanes) {
-      break;
-    }
+    candidates.num_ge = count_gt(candidates.num_ge, key, below);
   }
-  run.length = candidates.padded - run.position;
-  scratch.runs[candidates.num_runs] = run;
-  candidates.num_runs += run.length != 0;
-  return run.length != 0;
+  return true;
 }
 
 template <typename Scratch>
-inline Candidates make_candidates(
-    const TopkStage& stage, Scratch& scratch, int32_t list_len, int32_t factor_len, int32_t bound
-) {
+inline Candidates make_candidates(const TopkStage& stage, Scratch& scratch, int32_t bound) {
   Candidates candidates{};
   const VecI below = broadcast(bound - 1);
-  for (int32_t i = 0; i < std::min(stage.root, list_len); ++i) {
-    const int32_t end = std::min(stage.limit[i], factor_len);
-    const TopkRun run{0, 0, i, 0, false};
-    if (!add_run(
-            scratch, candidates, scratch.factor_scores, scratch.list_scores[i], run, end, below
-        )) {
+  const bool cut = stage.num_selected >= kMinCutRuns;
+  const float* list = scratch.list_scores;
+  const float* factor = scratch.factor_scores;
+  for (int32_t i = 0; i < std::min(stage.root, stage.list_len); ++i) {
+    const int32_t end = std::min(stage.limit[i], stage.factor_len);
+    if (!add_run(scratch, candidates, factor, list[i], {i, 0, false}, end, below, cut)) {
       break;
     }
   }
-  for (int32_t j = 0; j < std::min(stage.root, factor_len); ++j) {
-    const int32_t end = std::min(stage.limit[j], list_len);
-    const TopkRun run{0, 0, j, stage.root, true};
-    if (!add_run(
-            scratch, candidates, scratch.list_scores, scratch.factor_scores[j], run, end, below
-        )) {
+  for (int32_t j = 0; j < std::min(stage.root, stage.factor_len); ++j) {
+    const int32_t end = std::min(stage.limit[j], stage.list_len);
+    if (!add_run(scratch, candidates, list, factor[j], {j, stage.root, true}, end, below, cut)) {
       break;
     }
   }
   return candidates;
 }
 
+inline int32_t span_payload(const TopkSpan& span, int32_t lane) {
+  const int32_t other = span.first + lane;
+  return span.fixed_factor ? tie_payload(other, span.fixed) : tie_payload(span.fixed, other);
+}
+
 // Chooses among the candidates of exactly the threshold's key; leaves the payloads of the best
 // `want` of them in scratch.tied.
 template <typename Scratch>
 inline void choose_tied(Scratch& scratch, const Candidates& candidates, int32_t key, int64_t want) {
+  const VecI bound = broadcast(key);
   int64_t num = 0;
-  for (int32_t r = 0; r < candidates.num_runs; ++r) {
-    const TopkRun& run = scratch.runs[r];
-    const int32_t* keys = scratch.candidates + run.position;
-    for (int32_t pos = 0; pos < run.length; ++pos) {
-      const int32_t other = run.first + pos;
-      scratch.tied[num] =
-          run.fixed_factor ? tie_payload(other, run.fixed) : tie_payload(run.fixed, other);
-      num += keys[pos] == key;
+  for (int32_t pos = 0; pos < candidates.padded; pos += kLanes) {
+    const TopkSpan& span = scratch.spans[pos / kLanes];
+    for (uint32_t mask = mask_eq(load(scratch.candidates + pos), bound); mask != 0;
+         mask &= mask - 1) {
+      scratch.tied[num++] = span_payload(span, __builtin_ctz(mask));
     }
   }
   choose_largest(scratch.tied, want, num);
 }
 
-// Slot ids of `count` consecutive ranks of a run; may write a whole vector.
-inline void run_ids(
-    const TopkRun& run,
-    int32_t rank,
+// Slot ids of the first `count` lanes of a span; may write a whole vector.
+inline void span_ids(
+    const TopkSpan& span,
     int32_t count,
     const int32_t* list_ids,
     const int32_t* factor_cols,
@@ -109,20 +104,19 @@ inline void run_ids(
   (void)count;
   // Unsigned: lanes behind the list hold anything.
   const uint32_t narrow_width = static_cast<uint32_t>(width);
-  if (run.fixed_factor) {
-    const uint32_t column = static_cast<uint32_t>(factor_cols[run.fixed]);
-    const VecU ids = reinterpret_cast<VecU>(load(list_ids + rank)) * narrow_width + column;
+  if (span.fixed_factor) {
+    const uint32_t column = static_cast<uint32_t>(factor_cols[span.fixed]);
+    const VecU ids = reinterpret_cast<VecU>(load(list_ids + span.first)) * narrow_width + column;
     store(out, reinterpret_cast<VecI>(ids));
   } else {
-    const uint32_t first = static_cast<uint32_t>(list_ids[run.fixed]) * narrow_width;
-    const VecU ids = reinterpret_cast<VecU>(load(factor_cols + rank)) + first;
+    const uint32_t first = static_cast<uint32_t>(list_ids[span.fixed]) * narrow_width;
+    const VecU ids = reinterpret_cast<VecU>(load(factor_cols + span.first)) + first;
     store(out, reinterpret_cast<VecI>(ids));
   }
 }
 
-inline void run_ids(
-    const TopkRun& run,
-    int32_t rank,
+inline void span_ids(
+    const TopkSpan& span,
     int32_t count,
     const int64_t* list_ids,
     const int32_t* factor_cols,
@@ -130,8 +124,8 @@ inline void run_ids(
     int64_t* out
 ) {
   for (int32_t l = 0; l < count; ++l) {
-    out[l] = run.fixed_factor ? list_ids[rank + l] * width + factor_cols[run.fixed]
-                              : list_ids[run.fixed] * width + factor_cols[rank + l];
+    out[l] = span.fixed_factor ? list_ids[span.first + l] * width + factor_cols[span.fixed]
+                               : list_ids[span.fixed] * width + factor_cols[span.first + l];
   }
 }
 
@@ -146,26 +140,19 @@ inline void pick_last(
   const bool tied = threshold.num_ge != stage.num_selected;
   const VecI below = broadcast(tied ? threshold.key : threshold.key - 1);
   int64_t num = 0;
-  for (int32_t r = 0; r < candidates.num_runs; ++r) {
-    const TopkRun& run = scratch.runs[r];
-    for (int32_t pos = 0; pos < run.length; pos += kLanes) {
-      const VecI key = load(scratch.candidates + run.position + pos);
-      const int32_t count = __builtin_popcount(mask_gt(key, below));  // a prefix of the lanes
-      if (count == 0) {
-        break;
-      }
-      store(scratch.picked_keys + num, key);
-      run_ids(
-          run,
-          run.first + pos,
-          count,
-          scratch.list_ids,
-          scratch.factor_cols,
-          stage.width,
-          scratch.picked_ids + num
-      );
-      num += count;
-    }
+  for (int32_t pos = 0; pos < candidates.padded; pos += kLanes) {
+    const VecI key = load(scratch.candidates + pos);
+    const int32_t count = popcount(mask_gt(key, below));  // a prefix of the lanes
+    store(scratch.picked_keys + num, key);
+    span_ids(
+        scratch.spans[pos / kLanes],
+        count,
+        scratch.list_ids,
+        scratch.factor_cols,
+        stage.width,
+        scratch.picked_ids + num
+    );
+    num += count;
   }
   if (tied) {
     const int64_t want = stage.num_selected - num;
@@ -188,15 +175,15 @@ inline void pick_running(
     const Candidates& candidates,
     Threshold threshold
 ) {
+  const VecI bound = broadcast(threshold.key);
   int64_t num = 0;
-  for (int32_t r = 0; r < candidates.num_runs; ++r) {
-    const TopkRun& run = scratch.runs[r];
-    const int32_t* keys = scratch.candidates + run.position;
-    for (int32_t pos = 0; pos < run.length && keys[pos] > threshold.key; ++pos) {
-      const int32_t other = run.first + pos;
-      const int32_t payload =
-          run.fixed_factor ? tie_payload(other, run.fixed) : tie_payload(run.fixed, other);
-      scratch.merged[num++] = int64_t{keys[pos]} * (int64_t{1} << 32) + payload;
+  for (int32_t pos = 0; pos < candidates.padded; pos += kLanes) {
+    const TopkSpan& span = scratch.spans[pos / kLanes];
+    for (uint32_t mask = mask_gt(load(scratch.candidates + pos), bound); mask != 0;
+         mask &= mask - 1) {
+      const int32_t lane = __builtin_ctz(mask);
+      scratch.merged[num++] =
+          int64_t{scratch.candidates[pos + lane]} * (int64_t{1} << 32) + span_payload(span, lane);
     }
   }
   const int64_t num_tied = stage.num_selected - num;

@@ -43,12 +43,11 @@ inline Threshold rank_window(
   int64_t size = 0;
   for (int64_t pos = 0; pos < padded; pos += kLanes) {
     const VecI key = load(keys + pos);
-    for (uint32_t mask = mask_gt(key, below) & mask_gt(above, key); mask != 0; mask &= mask - 1) {
-      window[size++] = keys[pos + __builtin_ctz(mask)];
-    }
+    const uint32_t mask = mask_bits((key > below) & (above > key));
+    compress_store(window + size, key, mask);
+    size += popcount(mask);
   }
-  store(window + size, broadcast(kLowestKey));
-  store(window + size + kLanes, broadcast(kLowestKey));
+  pad_keys(window + size);
   count_ranks(window, size, ranks);
   int64_t pos = 0;
   while (pos + 1 < size && ranks[pos] != want - num_hi - 1) {
