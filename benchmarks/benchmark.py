@@ -15,7 +15,7 @@ SIZES = {
 }
 
 
-class _Sdm(Benchmark):
+class _Sdm:
     seed = 0
 
     def draw(self, size, length=None):
@@ -36,7 +36,7 @@ class _Sdm(Benchmark):
         self.bank = torch.randn(b, h, dims[0] * dims[1], d, device=self.device)
 
 
-class ChunkSdm(_Sdm):
+class ChunkSdm(_Sdm, Benchmark):
     def setup_base(self):
         self.draw("base")
 
@@ -55,7 +55,7 @@ class ChunkSdm(_Sdm):
     verify_base = verify_large = reference
 
 
-class ChunkSdmTraining(_Sdm):
+class ChunkSdmTraining(_Sdm, Benchmark):
     """Forward and backward; what is checked is the gradient of the values."""
 
     def setup_base(self):
@@ -86,7 +86,7 @@ class ChunkSdmTraining(_Sdm):
     verify_base = reference  # the large one would keep a bank a token
 
 
-class RecurrentSdm(_Sdm):
+class RecurrentSdm(_Sdm, Benchmark):
     """One decode step; the state keeps advancing, so that the first output is the one checked."""
 
     def setup_base(self):
