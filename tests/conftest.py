@@ -4,6 +4,9 @@
 import os
 from pathlib import Path
 
+# Waiting threads sleep instead of spinning: several test processes share the cores.
+os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from .helpers.cases import FLOATS, Case, make
+from .helpers.cases import FLOATS, ORDER, Case, make
 from .helpers.compare import assert_close, assert_same_bits
 from .helpers.grads import results
+from .helpers.poison import LAYOUTS
 
 CASE = Case("compile", T=40, S=16, D=8, W=4, R=4, chunk=16)
 TOKENS = ("write_idx", "write_val", "v", "beta", "g", "read_idx", "read_val")
@@ -161,6 +162,29 @@ def test_export(sdm, device, final):
     for T in (40, 41, 130):
         tokens = make(CASE.but(T=T), device).tokens()
         assert_same_bits(program.module()(*tokens), module(*tokens))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda fn: fn.__name__)
+def test_layouts(sdm, device, layout):
+    inputs = make(CASE.but(gate_per_write=True, bank_per_sequence=True), device)
+    laid_out = inputs.map(layout, [name for name in ORDER if name != "beta"])
+    got = results(compiled(sdm.chunk_sdm), laid_out)
+    assert_same_bits(got, results(sdm.chunk_sdm, inputs))
+
+
+def test_values_are_checked_by_the_op(sdm, device):
+    """A trace can't look at offsets and rows; the CPU op does, before it touches anything."""
+    inputs = make(CASE.but(lengths=(17, 23)), device)
+    for offsets in ([0, 50, 40], [0, 17, 39], [0, 17, 41], [1, 17, 40], [0, -3, 40]):
+        with pytest.raises(RuntimeError, match="cu_seqlens"):
+            compiled(sdm.chunk_sdm)(*inputs.args(), cu_seqlens=torch.tensor(offsets))
+    inputs = make(CASE.but(bank_per_sequence=True), device)
+    state = inputs.initial_state.clone()
+    for rows in ([0, 2], [-2, 0], [1, 1]):
+        for fn in (sdm.recurrent_sdm_, sdm.chunk_sdm_):
+            with pytest.raises(RuntimeError, match="state_indices"):
+                compiled(fn)(state, *inputs.tokens(), state_indices=torch.tensor(rows))
+    assert_same_bits(state, inputs.initial_state)
 
 
 def test_errors_stay_errors(sdm, device):

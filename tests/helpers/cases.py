@@ -102,7 +102,7 @@ def make(case, device="cpu", seed=0):
     def uniform(*shape):
         return torch.rand(shape, generator=gen, dtype=torch.float64)
 
-    def slots(lanes):
+    def slots(lanes, integer):
         if case.ids == "hot":
             return torch.full((B, T, H, lanes), S - 1)
         if case.ids in ("distinct", "unused") and lanes <= S:
@@ -112,10 +112,13 @@ def make(case, device="cpu", seed=0):
         if case.ids == "repeated":  # lane 0 is named again by every other lane
             ids[..., ::2] = ids[..., :1].clone()
         if case.ids == "unused":
-            outside = torch.tensor([-1, S, -(2**31), 2**31 - 1])
-            outside = outside[torch.randint(4, ids.shape, generator=gen)]
+            outside = [-1, S, -(2**31), 2**31 - 1]
+            if integer == torch.int64:  # slots 0 and 1 if the upper half is dropped
+                outside += [2**32, -(2**32) + 1]
+            pick = torch.randint(len(outside), ids.shape, generator=gen)
+            outside = torch.tensor(outside)[pick]
             ids = torch.where(uniform(*ids.shape) < 0.4, outside, ids)
-        return ids.contiguous()
+        return ids.to(integer).contiguous()
 
     gate_shape = (B, T, H, W) if case.gate_per_write else (B, T, H)
     g = -1.6 + 1.59 * uniform(*gate_shape)
@@ -130,12 +133,12 @@ def make(case, device="cpu", seed=0):
         beta = torch.full_like(beta, case.beta)
     bank_shape = (case.num, H, S, D) if case.bank_per_sequence else (H, S, D)
     inputs = Inputs(
-        write_idx=slots(W).to(case.write_int),
+        write_idx=slots(W, case.write_int),
         write_val=normal(B, T, H, W).softmax(-1).to(case.dtype),
         v=normal(B, T, H, D).to(case.dtype),
         beta=beta.to(gate_dtype),
         g=g.to(gate_dtype),
-        read_idx=slots(R).to(case.read_int),
+        read_idx=slots(R, case.read_int),
         read_val=normal(B, T, H, R).softmax(-1).to(case.dtype),
         initial_state=normal(*bank_shape).to(case.bank_dtype or case.dtype),
     )
