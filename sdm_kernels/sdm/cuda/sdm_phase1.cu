@@ -147,10 +147,12 @@ cudaError_t launch_sdm_sort_scan(Plan* plan, cudaStream_t stream) {
   if (error != cudaSuccess) {
     return error;
   }
-  cuda::sdm_scan_tiles_kernel<Key><<<blocks, cuda::kThreads, 0, stream>>>(p);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    return error;
+  if (p.tiles > 1) {
+    cuda::sdm_scan_tiles_kernel<Key><<<blocks, cuda::kThreads, 0, stream>>>(p);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) {
+      return error;
+    }
   }
   cuda::sdm_scan_kernel<Key><<<blocks, cuda::kThreads, 0, stream>>>(p);
   error = cudaGetLastError();

@@ -10,7 +10,7 @@
 //! first (exp of it is 0 or infinity in double), which keeps that true for any gate. A chunk is cut
 //! into tiles of kTile sorted entries, one block each, whatever the device:
 //!
-//!     tiles    the scan state of every tile by itself
+//!     tiles    the scan state of every tile by itself (left out when a chunk is one tile)
 //!     scan     the states of the tiles before it -> L, the group of every entry, group records
 //!     finish   everything that needs the total: by now a look-up in the group record
 //!
@@ -264,23 +264,30 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   if (!find_chunk(p.in.dims, p.in.sequences, p.window, q, &place)) {
     return;
   }
-  if (threadIdx.x == 0) {
-    s_count = make_int2(0, 0);
-  }
-  __syncthreads();  // s_count is zero before anyone adds
-  const SdmScanState carry = carry_in<Key>(p, q, tile, &s_storage, &s_count);
-  if (tile == 0 && threadIdx.x == 0) {
-    p.records.group_count[q] = s_count;
+  SdmScanState carry{0.0, 0, 0, 0, 0};
+  if (p.tiles > 1) {
+    if (threadIdx.x == 0) {
+      s_count = make_int2(0, 0);
+    }
+    __syncthreads();  // s_count is zero before anyone adds
+    carry = carry_in<Key>(p, q, tile, &s_storage, &s_count);
   }
 
   Key keys[kItems];
   SdmScanState states[kItems];
   const SortedChunk<Key> chunk = sorted_chunk<Key>(p, q);
   load_entries(p, place, chunk, tile, &s_storage, keys, states);
+  const SdmScanState own = fold_states(states);
   SdmScanState state;
-  typename ScanStorage<Key>::Scan(s_storage.scan)
-      .ExclusiveScan(fold_states(states), state, carry, SdmScanOp());
-  __syncthreads();  // the union changes hands
+  typename ScanStorage<Key>::Scan(s_storage.scan).ExclusiveScan(own, state, carry, SdmScanOp());
+  if (p.tiles == 1 && threadIdx.x == kThreads - 1) {
+    const SdmScanState total = SdmScanOp()(state, own);
+    s_count = make_int2(total.with_writes, total.with_writes + total.without_writes);
+  }
+  __syncthreads();  // the union changes hands; all wait for s_count
+  if (tile == 0 && threadIdx.x == 0) {
+    p.records.group_count[q] = s_count;
+  }
 
   double sums[kItems];
   int32_t groups[kItems];
