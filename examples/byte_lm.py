@@ -46,12 +46,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each model")
-    parser.add_argument("--batch-size", type=int, default=4, help="windows in a step")
+    parser.add_argument("--steps", type=int, default=600, help="training steps of each model")
+    parser.add_argument("--batch-size", type=int, default=2, help="windows in a step")
     parser.add_argument("--seq-len", type=int, default=1024, help="bytes in a window")
-    parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--lr", type=float, default=6e-3, help="highest learning rate")
     parser.add_argument("--eval-windows", type=int, default=64, help="windows of the final figure")
-    parser.add_argument("--eval-every", type=int, default=50, help="steps between quick figures")
+    parser.add_argument("--eval-every", type=int, default=100, help="steps between quick figures")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="CPU threads; default: as torch chooses")
