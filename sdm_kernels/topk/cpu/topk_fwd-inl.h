@@ -23,36 +23,25 @@ namespace sdm {
 namespace SDM_ISA {
 namespace topk_impl {
 
-// One factor: no sums and no sorting, the columns at or above the k-th largest in column order.
+// One factor: no sums and no sorting, the best columns in column order.
 template <typename T, typename Id>
 inline void select_columns(
     const TopkPlan& plan, const T* scores, TopkScratch<Id>& scratch, T* values, Id* ids
 ) {
   int32_t maxima[kTopkMaxMaxima];
-  int32_t* keys = scratch.factors[0].keys;
-  const int64_t width = plan.first_width;
-  load_keys(scores, width, plan.num_maxima, keys, maxima);
-  int32_t most = kNegInfKey;
-  for (int64_t lane = 0; lane < plan.num_maxima; ++lane) {
-    most = std::max(most, maxima[lane]);
+  Estimate estimate;
+  const TopkFactor& factor = scratch.factors[0];
+  load_keys(scores, plan.first_width, plan.num_maxima, factor.keys, maxima);
+  sort_maxima(maxima, plan.num_maxima, plan.first_width, scratch.ranks, &estimate);
+  const int32_t want = plan.first_len;
+  const int32_t bound = want <= estimate.length ? order_key(estimate.scores[want - 1]) : kNegInfKey;
+  const int64_t num = keep_columns(factor, plan.first_width, bound);
+  if (num > want) {
+    keep_best(factor, num, want, bound, order_key(estimate.scores[0]));
   }
-  const int64_t want = plan.first_len;
-  const Threshold threshold =
-      find_threshold(keys, round_up(width, kLanes), want, kNegInfKey, width, most);
-  int64_t surplus = threshold.num_ge - want;  // equal keys to skip: those with the lowest columns
-  const VecI below = broadcast(threshold.key - 1);
-  int64_t num = 0;
-  for (int64_t block = 0; block < width; block += kLanes) {
-    for (uint32_t mask = mask_gt(load(keys + block), below); mask != 0; mask &= mask - 1) {
-      const int64_t column = block + __builtin_ctz(mask);
-      if (surplus > 0 && keys[column] == threshold.key) {
-        --surplus;
-        continue;
-      }
-      values[num] = scores[column];
-      ids[num] = static_cast<Id>(column);
-      ++num;
-    }
+  for (int32_t pos = 0; pos < want; ++pos) {
+    values[pos] = scores[factor.columns[pos]];
+    ids[pos] = static_cast<Id>(factor.columns[pos]);
   }
 }
 

@@ -54,8 +54,8 @@ inline TopkPlan make_topk_plan(const TopkFwdParams& params) {
   plan.first_len = static_cast<int32_t>(std::min(k, plan.first_width));
   plan.max_selected = plan.first_len;
   // At least twice the ranks that matter most, sqrt(k): fewer bound loosely, more cost their
-  // sorting.
-  plan.num_maxima = k <= 16 ? 16 : k <= 256 ? 32 : kTopkMaxMaxima;
+  // sorting. With one factor rank k itself matters, and the sorting is cheap beside the rest.
+  plan.num_maxima = params.num_factors == 1 || k > 256 ? kTopkMaxMaxima : k <= 16 ? 16 : 32;
   int64_t list_len = plan.first_len;
   for (int64_t f = 0; f < params.num_factors; ++f) {
     const int64_t width = params.factor_dims[f];

@@ -59,10 +59,9 @@ int64_t carve_topk_scratch(const TopkPlan& plan, char* memory, TopkScratch<Id>* 
     pointer = memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + used);
     used += round_up((count + 2 * kTopkMaxLanes) * static_cast<int64_t>(sizeof(T)), 64);
   };
-  const bool paired = plan.num_factors > 1;
   for (TopkFactor& factor : scratch->factors) {
     take(factor.keys, plan.max_width);
-    take(factor.columns, paired ? plan.max_width : 0);
+    take(factor.columns, plan.max_width);
   }
   take(scratch->list_scores, plan.max_selected + kTopkListSlack);
   take(scratch->list_ids, plan.max_selected + kTopkListSlack);
