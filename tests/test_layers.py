@@ -59,6 +59,7 @@ def mapping_of(sdm, device, mode=None):
     return {NAME: {device.type: repository if mode is None else {mode: repository}}}
 
 
+@pytest.mark.kernels_ci
 def test_layer_is_pure(sdm):
     layer = getattr(sdm.layers, NAME)
     _validate_layer(check_cls=adopting_class(sdm), cls=layer, repo="the layer")
@@ -118,6 +119,7 @@ def test_generation_after_kernelize(sdm, device):
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.kernels_ci
 def test_mapping_for_one_mode_falls_back_in_others(sdm, device):
     cls = adopting_class(sdm)
     model = cls().to(device)

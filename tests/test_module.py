@@ -110,6 +110,7 @@ def test_single_factor_is_the_dense_gated_delta_rule(sdm, device):
     close(y[0], mixer.Wo(torch.stack(outputs).view(30, dim)))
 
 
+@pytest.mark.kernels_ci
 def test_two_dimensional_input(sdm, device):
     mixer = build(sdm, device)
     x = torch.randn(3, 7, 24, device=device)
@@ -123,6 +124,7 @@ def test_two_dimensional_input(sdm, device):
     close(packed.view_as(y), y, 1e-6)
 
 
+@pytest.mark.kernels_ci
 def test_packed_sequences_equal_separate_ones(sdm, device):
     mixer = build(sdm, device, key_weighted_decay=True)
     lengths = [5, 0, 17, 1]

@@ -28,6 +28,7 @@ PUBLISHED = {
 OPTIONAL = ("Wog", "memory", "readings_norm", "query_bn", "key_bn")
 
 
+@pytest.mark.kernels_ci
 def test_published_state_dict_loads_strictly(sdm):
     mixer = sdm.SparseDeltaMemory(config_of(sdm, **OPTIONS["everything"]))
     assert {name: tuple(x.shape) for name, x in mixer.state_dict().items()} == PUBLISHED

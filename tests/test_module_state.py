@@ -110,6 +110,7 @@ def test_reset_goes_back_to_the_initial_bank(sdm, device, learned):
         assert torch.equal(state.reset().bank[1], mixer.initial_bank())
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.parametrize("rows", [[1], [False, True, False]])
 def test_reset_of_some_sequences(sdm, device, rows):
     mixer = build(sdm, device)
