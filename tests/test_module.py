@@ -2,6 +2,7 @@
 """The mixer: what it computes for every option, its gradients, precision and shapes."""
 
 import copy
+import doctest
 
 import pytest
 import torch
@@ -255,3 +256,14 @@ def test_same_bits_every_time(sdm, device):
     assert torch.equal(mixer(x)[0], y)
     with torch.no_grad():
         assert torch.equal(mixer(x)[0], y)
+
+
+@pytest.mark.parametrize("name", ["SparseDeltaMemory", "SparseDeltaMemoryState"])
+def test_example_of_the_docstring(sdm, name):
+    globs = {"torch": torch, **{other: getattr(sdm, other) for other in sdm.__all__}}
+    tests = doctest.DocTestFinder(recurse=False).find(getattr(sdm, name), name, globs=globs)
+    assert any(test.examples for test in tests)
+    runner = doctest.DocTestRunner()
+    for test in tests:
+        runner.run(test)
+    assert runner.summarize().failed == 0

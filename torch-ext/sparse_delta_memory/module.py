@@ -38,12 +38,11 @@ class SparseDeltaMemory(nn.Module):
     of `memory`.
 
     Example:
-        ```python
-        k = kernels.get_kernel("org/sparse-delta-memory", version=1)
-        config = k.SparseDeltaMemoryConfig(dim=256, num_heads=2, slots_per_head=4096)
-        layer = k.SparseDeltaMemory(config)
-        y, _ = layer(torch.randn(2, 512, 256))
-        ```
+        >>> config = SparseDeltaMemoryConfig(dim=256, num_heads=2, slots_per_head=4096)
+        >>> layer = SparseDeltaMemory(config)
+        >>> y, _ = layer(torch.randn(2, 512, 256))
+        >>> y.square().mean().backward()
+
     """
 
     def __init__(

@@ -23,13 +23,16 @@ class SparseDeltaMemoryState:
             so a learned bank that has been trained further is seen; None means zeros.
 
     Example:
-        ```python
-        state = layer.init_state(batch_size=2)
-        with torch.no_grad():
-            y, state = layer(prompt, state)  # [2, T, dim]: prefill
-            y, state = layer(token, state)  # [2, 1, dim]: decode
-        state.reset()
-        ```
+        >>> layer = SparseDeltaMemory(SparseDeltaMemoryConfig(dim=64, slots_per_head=256))
+        >>> state = layer.init_state(batch_size=2)
+        >>> with torch.no_grad():
+        ...     y, state = layer(torch.randn(2, 100, 64), state)  # prefill
+        ...     y, state = layer(torch.randn(2, 1, 64), state)  # decode
+        >>> state.count
+        tensor([101, 101])
+        >>> state.reset().count
+        tensor([0, 0])
+
     """
 
     def __init__(
