@@ -3,8 +3,8 @@
 //!
 //! Only the pairs of ranks with (i + 1) * (j + 1) <= c can be among the best c. They are covered by
 //! runs of consecutive ranks: rows i < root and, for i >= root, columns j < root (root = floor of
-//! the square root of c), so that every sum is a vector addition without a gather. Sums below a
-//! bound known to be reached c times are left out; each run is descending, so it ends there.
+//! the square root of c), so that every sum is a vector addition without a gather. Each run is
+//! descending, so a long one can end at a bound known to be reached c times.
 
 namespace sdm {
 namespace SDM_ISA {
