@@ -9,7 +9,7 @@ import torch
 # arithmetic on 16-bit inputs with a float32 bank, and a 16-bit bank, rounded once a chunk.
 LIMITS = {
     "f64": {"value": 1e-14, "grad": 1e-13, "gate": 1e-13},
-    "f32": {"value": 1e-6, "grad": 1e-5, "gate": 1e-5},
+    "f32": {"value": 5e-6, "grad": 5e-5, "gate": 5e-5},
     "low": {"value": 3e-3, "grad": 5e-3, "gate": 5e-3},
 }
 PEAK = 4.0
