@@ -12,7 +12,8 @@
 //!
 //!     tiles    the scan state of every tile by itself (left out when a chunk is one tile)
 //!     scan     the states of the tiles before it -> L, the group of every entry, group records
-//!     finish   everything that needs the total: by now a look-up in the group record
+//!     finish   everything that needs the total or, for a read, the last write it sees: both are
+//!              found through the group record
 //!
 //! Combining states is a fixed tree over positions in the chunk: bits depend on the data alone, and
 //! a slot that many tokens share costs no more than others. About 20 + 28 + 90 bytes a lane.
@@ -355,26 +356,32 @@ __device__ __forceinline__ void finish_entry(
   const LaneId id = split_lane(dims, lane);
   const FloatView& view = id.write ? p.in.tokens.write_val : p.in.tokens.read_val;
   const float value = load_float(view, token_offset(view, place, id.token) + id.a * view.stride[3]);
-  const double log_decay = records.log_decay[chunk_at + e];
   const int4 group = records.group[chunk_at + p.group_of[chunk_at + e]];
   const int32_t mid = group.y + group.z;
   const int32_t W = static_cast<int32_t>(dims.W);
-  int32_t row = id.token + (id.write ? 0 : static_cast<int32_t>(dims.C));
+  // writes of earlier tokens (a write pairs with those), of tokens up to its own (a read)
+  const int32_t end = id.write ? find_lane(chunk.lanes, group.y, e, id.token * W)
+                               : find_lane(chunk.lanes, group.y, mid, (id.token + 1) * W);
+  int32_t row = id.token;
+  double log_decay;
   float post = 0.0f;
   if (id.write) {
+    log_decay = records.log_decay[chunk_at + e];
     const double total = records.log_decay[chunk_at + mid - 1];
     post = times_exp(value, total - log_decay) * records.beta[q * dims.C + id.token];
-    if (e == group.y || chunk.lanes[e - 1] < id.token * W) {
-      row |= kOwnerBit;
-    }
+    row |= end == e ? kOwnerBit : 0;
+  } else {
+    // the scan gave a read the sum over all writes; only entries of reads are stored here, only
+    // those of writes are loaded
+    log_decay = end > group.y ? records.log_decay[chunk_at + end - 1] : 0.0;
+    records.log_decay[chunk_at + e] = log_decay;
+    row += static_cast<int32_t>(dims.C);
   }
   const float weight = times_exp(value, log_decay);
   records.entry[chunk_at + e] = make_int4(row, __float_as_int(weight), __float_as_int(post), lane);
   records.lane[chunk_at + lane] = make_int2(slot, __float_as_int(weight));
   records.position[chunk_at + lane] = e;
   if (p.gram) {
-    const int32_t end = id.write ? find_lane(chunk.lanes, group.y, e, id.token * W)
-                                 : find_lane(chunk.lanes, group.y, mid, (id.token + 1) * W);
     p.span[chunk_at + lane] = make_int2(group.y, end);
     p.pair[chunk_at + e] = make_float2(value, __int_as_float(id.token));
   }
