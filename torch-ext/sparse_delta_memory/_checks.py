@@ -9,6 +9,7 @@ from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
+_AT_MOST_32_BITS = frozenset(FLOATING[:3])
 
 
 def check_tensor(func: str, name: str, x: object) -> None:
@@ -29,7 +30,7 @@ def check_dtype(func: str, name: str, x: Tensor, wanted: Sequence[torch.dtype]) 
 
 def check_shape(func: str, name: str, x: Tensor, letters: str, *wanted: int) -> None:
     """Raise ValueError unless ``x`` has the shape ``wanted``, written as ``letters``."""
-    if x.dim() != len(wanted) or any(a != b for a, b in zip(x.shape, wanted)):
+    if x.shape != wanted:
         raise ValueError(
             f"{func}: {name} must be {letters} = {_shape(wanted)}, got {_shape(x.shape)}"
         )
@@ -49,6 +50,16 @@ def check_device(func: str, name: str, x: Tensor, like: Tensor, like_name: str) 
         )
 
 
+def check_backend(func: str, name: str, x: Tensor) -> None:
+    """Raise NotImplementedError where no kernel serves the device or the dtype on it."""
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"{func}: {name} must be on the CPU or on CUDA, got {x.device}")
+    if x.device.type == "cuda" and x.dtype == torch.float64:
+        raise NotImplementedError(
+            f"{func}: {name} must be float32, bfloat16 or float16 on CUDA, got float64"
+        )
+
+
 def check_sdm_tensors(
     func: str,
     write_idx: Tensor,
@@ -63,8 +74,13 @@ def check_sdm_tensors(
 ) -> None:
     """Check types, dtypes, devices and shapes of the tensors that every SDM function takes.
 
-    The shape of the state is only checked in its last two dimensions.
+    Of the state's shape only S is checked.
     """
+    # A decode step takes microseconds, so good arguments get through by a handful of comparisons.
+    if not torch.compiler.is_compiling() and _sdm_tensors_fit(
+        write_idx, write_val, v, beta, g, read_idx, read_val, state
+    ):
+        return
     indices = {"write_idx": write_idx, "read_idx": read_idx}
     floats = {"write_val": write_val, "beta": beta, "g": g, "read_val": read_val, state_name: state}
     check_tensor(func, "v", v)
@@ -105,6 +121,51 @@ def check_sdm_tensors(
         raise ValueError(f"{func}: {state_name} must have S >= 1, got {_shape(state.shape)}")
     for name, x in (*indices.items(), *floats.items()):
         check_device(func, name, x, v, "v")
+    check_backend(func, "v", v)
+
+
+def _sdm_tensors_fit(
+    write_idx: Tensor,
+    write_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    read_idx: Tensor,
+    read_val: Tensor,
+    state: Tensor,
+) -> bool:
+    """Return whether ``check_sdm_tensors`` has nothing to say; may err on the side of False."""
+    tensors = (write_idx, write_val, v, beta, g, read_idx, read_val, state)
+    try:
+        for x in tensors:
+            if not x.is_cpu or x.layout is not torch.strided:
+                device = v.device
+                if any(y.device != device or y.layout is not torch.strided for y in tensors):
+                    return False
+                break
+        shape, writes, reads, gates = v.shape, write_idx.shape, read_idx.shape, beta.shape
+        first = v.dtype
+        dtypes = (write_val.dtype, beta.dtype, g.dtype, read_val.dtype, state.dtype, first)
+        return (
+            len(shape) == 4
+            and shape[:3] == gates
+            and writes[:-1] == gates
+            and reads[:-1] == gates
+            and write_val.shape == writes
+            and read_val.shape == reads
+            and (g.shape == gates or g.shape == writes)
+            and min(shape[2], shape[3], writes[-1], reads[-1], state.shape[-2]) >= 1
+            and write_idx.dtype in INDICES
+            and read_idx.dtype in INDICES
+            and (
+                all(dtype == first for dtype in dtypes)
+                if first == torch.float64
+                else _AT_MOST_32_BITS.issuperset(dtypes)
+            )
+            and first in FLOATING
+        )
+    except (AttributeError, IndexError):  # not a tensor, too few dimensions
+        return False
 
 
 def check_chunk_size(func: str, chunk_size: Optional[int]) -> None:
@@ -187,11 +248,13 @@ def check_state_indices(func: str, state_indices: Tensor, num: int, state: Tenso
 
 def check_writable_state(func: str, state: Tensor) -> None:
     """Raise unless ``state`` can be updated in place: last dimension dense, no overlap."""
+    if state.is_contiguous():
+        return
     if state.shape[-1] > 1 and state.stride(-1) != 1:
         raise ValueError(
             f"{func}: state must have a contiguous last dimension, got strides {state.stride()}"
         )
-    if torch.compiler.is_compiling() or state.is_contiguous() or state.numel() == 0:
+    if torch.compiler.is_compiling() or state.numel() == 0:
         return
     extent = 1
     for stride, size in sorted(zip(state.stride(), state.shape)):
@@ -206,11 +269,14 @@ def check_writable_state(func: str, state: Tensor) -> None:
 
 def check_no_grad(func: str, *tensors: Tensor) -> None:
     """Raise RuntimeError if a gradient through an in-place function is asked for."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise RuntimeError(
-            f"{func}: changes state in place and has no backward, but an argument requires grad; "
-            f"call it under torch.no_grad(), or use chunk_sdm"
-        )
+    if not torch.is_grad_enabled():
+        return
+    for x in tensors:
+        if x.requires_grad:
+            raise RuntimeError(
+                f"{func}: changes state in place and has no backward, but an argument requires "
+                f"grad; call it under torch.no_grad(), or use chunk_sdm"
+            )
 
 
 def values_are_at_hand(x: Tensor) -> bool:

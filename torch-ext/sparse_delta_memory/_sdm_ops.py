@@ -14,7 +14,7 @@ SAVE_NONE, SAVE_REPLAY, SAVE_ROWS, SAVE_BF16, SAVE_FP8, SAVE_INT4 = range(6)
 
 def dense_rows(x: Tensor) -> Tensor:
     """Return ``x``, copied if its last dimension is not contiguous: what the kernels demand."""
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 @torch.library.register_fake(add_op_namespace_prefix("sdm_chunk_fwd"))

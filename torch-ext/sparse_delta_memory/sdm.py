@@ -156,7 +156,7 @@ def chunk_sdm(
 
     floats = (write_val, v, beta, g, read_val, initial_state)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in floats)
-    chunk = tuned_chunk_size(v.device) if chunk_size is None else chunk_size
+    chunk = effective_chunk_size(v.device, chunk_size)
     out, final_state, *_ = ops.sdm_chunk_fwd(
         *_dense_tokens(*tokens),
         dense_rows(initial_state),
@@ -243,7 +243,7 @@ def chunk_sdm_(
         *_dense_tokens(*tokens),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
         None if state_indices is None else state_indices.contiguous(),
-        tuned_chunk_size(v.device) if chunk_size is None else chunk_size,
+        effective_chunk_size(v.device, chunk_size),
     )
     _note_mutation(state)
     return out
@@ -377,10 +377,15 @@ def check_indices(idx: Tensor, num_slots: int) -> None:
     )
 
 
-def tuned_chunk_size(device: torch.device) -> int:
-    """Return the chunk size that ``chunk_size=None`` stands for on a device."""
-    del device  # one value serves the only backend so far
-    return 64
+# What the shared memory of a CUDA block holds; longer chunks are cut there.
+_CUDA_MAX_CHUNK = 256
+
+
+def effective_chunk_size(device: torch.device, chunk_size: Optional[int]) -> int:
+    """Return the chunk size that a call on ``device`` works with; None asks for a tuned one."""
+    if device.type != "cuda":
+        return 64 if chunk_size is None else chunk_size
+    return _CUDA_MAX_CHUNK if chunk_size is None else min(chunk_size, _CUDA_MAX_CHUNK)
 
 
 def segment_chunks(num_slots: int, lanes: int, chunk_size: int) -> int:
@@ -404,15 +409,14 @@ def _num_sequences(func: str, v: Tensor, cu_seqlens: Optional[Tensor]) -> int:
 def _check_state(
     func: str, state: Tensor, v: Tensor, num: int, state_indices: Optional[Tensor]
 ) -> None:
-    heads, dim = v.shape[2:]
+    letters = "[N, H, S, D]" if state_indices is None else "[pool, H, S, D]"
     if state.dim() != 4:
-        letters = "[N, H, S, D]" if state_indices is None else "[pool, H, S, D]"
         raise ValueError(f"{func}: state must be {letters}, got {list(state.shape)}")
+    rows, _, num_slots, _ = state.shape
     if state_indices is None:
-        check_shape(func, "state", state, "[N, H, S, D]", num, heads, state.shape[2], dim)
-    else:
-        pool, _, num_slots, _ = state.shape
-        check_shape(func, "state", state, "[pool, H, S, D]", pool, heads, num_slots, dim)
+        rows = num
+    check_shape(func, "state", state, letters, rows, v.shape[2], num_slots, v.shape[3])
+    if state_indices is not None:
         check_state_indices(func, state_indices, num, state)
     check_writable_state(func, state)
 
