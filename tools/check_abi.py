@@ -18,8 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
 # Symbol -> why a local build may need it.
+_STREAM = "torch's headers make one, and libstdc++ 9 and later construct it out of line (3.4.26)"
 LOCAL_ONLY = {
     "__libc_single_threaded": "libstdc++ 11 and later read it in std::shared_ptr (glibc 2.32)",
+    "_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev": _STREAM,
+    "_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev": _STREAM,
 }
 
 
