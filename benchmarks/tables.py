@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown tables from the JSON of measure.py: `python benchmarks/tables.py FILE`."""
+"""Markdown tables from the JSON of measure.py.
 
+python benchmarks/tables.py FILE                    prints them
+python benchmarks/tables.py FILE --into PAGE NAME   puts them between `<!-- NAME -->` and
+                                                    `<!-- /NAME -->` of a page
+"""
+
+import argparse
 import json
-import sys
 from pathlib import Path
 
 
@@ -87,6 +92,26 @@ def markdown(report):
     return "\n\n".join(parts)
 
 
+def put_into(page, name, text):
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page} has no {begin} ... {end}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--into", nargs=2, metavar=("PAGE", "NAME"))
+    options = parser.parse_args()
+    text = markdown(json.loads(options.file.read_text()))
+    if options.into:
+        put_into(Path(options.into[0]), options.into[1], text)
+    else:
+        print(text)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(markdown(json.loads(Path(name).read_text())) + "\n")
+    main()
