@@ -1,141 +1,11 @@
-//! @file Sparse delta memory for torch: check, allocate, fill the parameters, launch. CPU.
+//! @file Sparse delta memory for torch on the CPU.
 // SPDX-License-Identifier: Apache-2.0
-#include "sdm_kernels/cpu/scratch.h"
 #include "sdm_kernels/sdm/sdm_launch.h"
-#include "sdm_kernels/sdm/sdm_params.h"
-#include "sdm_kernels/sdm/sdm_plan.h"
+#include "torch-ext/sdm_calls.h"
 #include "torch-ext/torch_binding.h"
-#include "torch-ext/torch_util.h"
 
 namespace sdm::ext {
 namespace {
-
-// The inputs that all ops share, with the sizes found in them.
-struct Inputs {
-  SdmDims dims;
-  SdmTokens tokens;
-  DType bank_dtype;
-};
-
-void copy_strides(const Tensor& t, int64_t dims, int64_t (&strides)[4]) {
-  for (int64_t d = 0; d < 4; ++d) {
-    strides[d] = d < dims ? t.stride(d) : 0;
-  }
-}
-
-FloatView float_view(const char* op, const char* name, const Tensor& t) {
-  FloatView view{};
-  view.data = t.const_data_ptr();
-  view.dtype = dtype_of(op, name, t);
-  copy_strides(t, t.dim(), view.stride);
-  return view;
-}
-
-IndexView index_view(const char* op, const char* name, const Tensor& t) {
-  IndexView view{};
-  view.data = t.const_data_ptr();
-  view.is_int64 = is_int64(op, name, t);
-  copy_strides(t, t.dim(), view.stride);
-  return view;
-}
-
-// [N, H, S, D], or [H, S, D] shared by all sequences.
-BankView bank_view(const Tensor& t, bool shared) {
-  BankView view{};
-  view.data = const_cast<void*>(t.const_data_ptr());
-  const int64_t first = shared ? 0 : 1;
-  view.stride[0] = shared ? 0 : t.stride(0);
-  view.stride[1] = t.stride(first);
-  view.stride[2] = t.stride(first + 1);
-  return view;
-}
-
-// float64 is all or none: a mixture would round silently.
-void check_float_kind(const char* op, const char* name, DType dtype, DType bank) {
-  check(
-      (dtype == DType::kF64) == (bank == DType::kF64),
-      op,
-      ": ",
-      name,
-      " and the bank must both be float64 or both be narrower"
-  );
-}
-
-// Everything but v, which the backward does not have; D comes from the bank.
-Inputs read_inputs(
-    const char* op,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
-    const Tensor& bank,
-    int64_t chunk_size
-) {
-  check_dim(op, "write_idx", write_idx, 4);
-  check_dim(op, "read_idx", read_idx, 4);
-  check(bank.dim() == 3 || bank.dim() == 4, op, ": the bank must have 3 or 4 dimensions");
-  Inputs in{};
-  SdmDims& d = in.dims;
-  d.B = write_idx.size(0);
-  d.T = write_idx.size(1);
-  d.H = write_idx.size(2);
-  d.W = write_idx.size(3);
-  d.R = read_idx.size(3);
-  d.S = bank.size(-2);
-  d.D = bank.size(-1);
-  d.C = chunk_size;
-  d.N = d.B;
-  d.gate_per_write = g.dim() == 4;
-  check(d.W >= 1 && d.R >= 1 && d.S >= 1 && d.D >= 1, op, ": W, R, S and D must be positive");
-  check(chunk_size >= 1, op, ": chunk_size must be positive, got ", chunk_size);
-  check_shape(op, "write_val", write_val, {d.B, d.T, d.H, d.W});
-  check_shape(op, "read_idx", read_idx, {d.B, d.T, d.H, d.R});
-  check_shape(op, "read_val", read_val, {d.B, d.T, d.H, d.R});
-  check_shape(op, "beta", beta, {d.B, d.T, d.H});
-  if (d.gate_per_write) {
-    check_shape(op, "g", g, {d.B, d.T, d.H, d.W});
-  } else {
-    check_shape(op, "g", g, {d.B, d.T, d.H});
-  }
-  check(bank.size(-3) == d.H, op, ": the bank must have ", d.H, " heads, got ", bank.size(-3));
-  check_last_dense(op, "the bank", bank);
-  const std::pair<const char*, const Tensor*> all[] = {
-      {"write_val", &write_val},
-      {"beta", &beta},
-      {"g", &g},
-      {"read_idx", &read_idx},
-      {"read_val", &read_val},
-      {"the bank", &bank}
-  };
-  for (const auto& [name, tensor] : all) {
-    check_same_device(op, name, *tensor, write_idx);
-  }
-
-  in.bank_dtype = dtype_of(op, "the bank", bank);
-  in.tokens.write_idx = index_view(op, "write_idx", write_idx);
-  in.tokens.read_idx = index_view(op, "read_idx", read_idx);
-  in.tokens.write_val = float_view(op, "write_val", write_val);
-  in.tokens.read_val = float_view(op, "read_val", read_val);
-  in.tokens.beta = float_view(op, "beta", beta);
-  in.tokens.g = float_view(op, "g", g);
-  check_float_kind(op, "write_val", in.tokens.write_val.dtype, in.bank_dtype);
-  check_float_kind(op, "read_val", in.tokens.read_val.dtype, in.bank_dtype);
-  check_float_kind(op, "beta", in.tokens.beta.dtype, in.bank_dtype);
-  check_float_kind(op, "g", in.tokens.g.dtype, in.bank_dtype);
-  return in;
-}
-
-// A row of D values a token: v, or the gradient of the output.
-FloatView read_token_rows(const char* op, const char* name, const Tensor& t, const Inputs& in) {
-  const SdmDims& d = in.dims;
-  check_shape(op, name, t, {d.B, d.T, d.H, d.D});
-  check_last_dense(op, name, t);
-  const FloatView view = float_view(op, name, t);
-  check_float_kind(op, name, view.dtype, in.bank_dtype);
-  return view;
-}
 
 // Host copy of a short CPU tensor of int32 or int64.
 std::vector<int64_t> host_integers(
@@ -145,7 +15,6 @@ std::vector<int64_t> host_integers(
   if (!t.has_value()) {
     return values;
   }
-  check_dim(op, name, *t, 1);
   check(t->is_cpu(), op, ": ", name, " must be on the CPU");
   const bool wide = is_int64(op, name, *t);
   const int64_t stride = t->stride(0);
@@ -159,70 +28,12 @@ std::vector<int64_t> host_integers(
   return values;
 }
 
-// Sets N from the offsets; the values are checked with the plan.
-std::vector<int64_t> read_cu_seqlens(
-    const char* op, const std::optional<Tensor>& cu_seqlens, SdmDims* dims
-) {
-  std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  if (cu_seqlens.has_value()) {
-    check(!offsets.empty(), op, ": cu_seqlens must have at least one element");
-    check(dims->B == 1, op, ": cu_seqlens needs a batch of 1, got ", dims->B);
-    dims->N = static_cast<int64_t>(offsets.size()) - 1;
-  }
-  return offsets;
-}
-
 void check_status(const char* op, Status status) {
   check(status == Status::kOk, op, ": ", status_message(status));
 }
 
 const int64_t* data_or_null(const std::vector<int64_t>& values, const std::optional<Tensor>& t) {
   return t.has_value() ? values.data() : nullptr;
-}
-
-SdmSave read_save_mode(const char* op, int64_t mode) {
-  check(mode >= 0 && mode <= 5, op, ": unknown save_mode ", mode);
-  return static_cast<SdmSave>(mode);
-}
-
-ScalarType saved_row_type(SdmSave mode, DType bank) {
-  switch (mode) {
-    case SdmSave::kBf16:
-      return ScalarType::BFloat16;
-    case SdmSave::kFp8:
-    case SdmSave::kInt4:
-      return ScalarType::Byte;
-    default:
-      return scalar_type_of(bank);
-  }
-}
-
-// A new result. Large ones get 2 MiB pages: touching fresh memory page by page would cost more than
-// the work on it.
-template <typename Type>
-Tensor new_result(const Tensor& like, const std::vector<int64_t>& sizes, Type type) {
-  Tensor t = new_empty(like, sizes, type);
-  cpu::hint_huge_pages(t.mutable_data_ptr(), t.numel() * static_cast<int64_t>(t.element_size()));
-  return t;
-}
-
-// Shape of the saved rows or bank checkpoints; as the fake implementation in _sdm_ops.py has it.
-std::vector<int64_t> saved_rows_shape(
-    const SdmDims& d, SdmSave mode, int64_t segment_chunks, bool packed
-) {
-  if (mode == SdmSave::kNone) {
-    return {0};
-  }
-  const int64_t chunks = ceil_div(d.T, d.C);
-  if (mode == SdmSave::kReplay) {
-    const int64_t checkpoints =
-        packed ? d.T / (segment_chunks * d.C) : d.B * num_checkpoints(chunks, segment_chunks);
-    return {checkpoints, d.H, d.S, d.D};
-  }
-  const int64_t per_chunk = rows_of_chunk(d, d.C);
-  const int64_t rows = packed ? std::min(d.T * d.W, (d.T / d.C + d.N) * per_chunk)
-                              : d.B * std::min(d.T * d.W, chunks * per_chunk);
-  return {d.H, rows, mode == SdmSave::kInt4 ? ceil_div(d.D, 2) : d.D};
 }
 
 }  // namespace
@@ -243,52 +54,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
     int64_t segment_chunks
 ) {
   const char* op = "sdm_chunk_fwd";
-  Inputs in =
-      read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, initial_state, chunk_size);
-  in.tokens.v = read_token_rows(op, "v", v, in);
-  SdmDims& d = in.dims;
-  const std::vector<int64_t> offsets = read_cu_seqlens(op, cu_seqlens, &d);
-  const bool shared = initial_state.dim() == 3;
-  check(
-      shared || initial_state.size(0) == d.N, op, ": initial_state must have ", d.N, " sequences"
+  SdmFwdCall call = prepare_sdm_fwd(
+      op,
+      write_idx,
+      write_val,
+      v,
+      beta,
+      g,
+      read_idx,
+      read_val,
+      initial_state,
+      cu_seqlens,
+      chunk_size,
+      output_final_state,
+      save_mode,
+      segment_chunks
   );
-  check(segment_chunks >= 1, op, ": segment_chunks must be positive, got ", segment_chunks);
-  const SdmSave mode = read_save_mode(op, save_mode);
-  const DType compute = in.bank_dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const auto saved_shape = saved_rows_shape(d, mode, segment_chunks, cu_seqlens.has_value());
-
-  const bool wants_bank = output_final_state || saves_rows(mode);
-  const bool scaled = mode == SdmSave::kFp8 || mode == SdmSave::kInt4;
-  Tensor out = new_result(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);
-  Tensor final_state = wants_bank ? new_result(v, {d.N, d.H, d.S, d.D}, in.bank_dtype)
-                                  : new_result(v, {0}, in.bank_dtype);
-  Tensor errors = mode != SdmSave::kNone ? new_result(v, {d.B, d.T, d.H, d.D}, compute)
-                                         : new_result(v, {0}, compute);
-  Tensor saved_rows = new_result(v, saved_shape, saved_row_type(mode, in.bank_dtype));
-  Tensor row_scales = scaled ? new_result(v, {saved_shape[0], saved_shape[1]}, DType::kF32)
-                             : new_result(v, {0}, DType::kF32);
-
-  SdmFwdParams p{};
-  p.dims = d;
-  p.tokens = in.tokens;
-  p.bank_dtype = in.bank_dtype;
-  p.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  p.initial = bank_view(initial_state, shared);
-  if (wants_bank) {
-    p.bank = bank_view(final_state, false);
-  }
-  p.out = out.mutable_data_ptr();
-  p.saved.mode = mode;
-  p.saved.segment_chunks = segment_chunks;
-  if (mode != SdmSave::kNone) {
-    p.saved.errors = errors.mutable_data_ptr();
-    p.saved.rows = saved_rows.mutable_data_ptr();
-    p.saved.rows_per_head = saves_rows(mode) ? saved_shape[1] : 0;
-    p.saved.checkpoints = mode == SdmSave::kReplay ? saved_shape[0] : 0;
-  }
-  p.saved.scales = scaled ? static_cast<float*>(row_scales.mutable_data_ptr()) : nullptr;
-  check_status(op, sdm_fwd_cpu(p, d.N, torch_parallel_for()));
-  return {out, final_state, errors, saved_rows, row_scales};
+  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
+  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
+  check_status(op, sdm_fwd_cpu(call.params, call.params.dims.N, torch_parallel_for()));
+  return call.results();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd_cpu(
@@ -312,76 +97,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd_cpu(
     bool need_state_grad
 ) {
   const char* op = "sdm_chunk_bwd";
-  Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, bank, chunk_size);
-  SdmDims& d = in.dims;
-  const std::vector<int64_t> offsets = read_cu_seqlens(op, cu_seqlens, &d);
-  const SdmSave mode = read_save_mode(op, save_mode);
-  check(mode != SdmSave::kNone, op, ": save_mode 0 keeps nothing to differentiate from");
-  check(segment_chunks >= 1, op, ": segment_chunks must be positive, got ", segment_chunks);
-  const bool one_bank = bank.dim() == 3;
-  check(
-      one_bank ? mode == SdmSave::kReplay && shared_bank : bank.size(0) == d.N,
+  SdmBwdCall call = prepare_sdm_bwd(
       op,
-      ": the bank does not fit save_mode and shared_bank"
+      d_out,
+      d_final_state,
+      write_idx,
+      write_val,
+      beta,
+      g,
+      read_idx,
+      read_val,
+      bank,
+      cu_seqlens,
+      errors,
+      saved_rows,
+      row_scales,
+      chunk_size,
+      save_mode,
+      segment_chunks,
+      shared_bank,
+      need_state_grad
   );
-  const DType compute = in.bank_dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const auto saved_shape = saved_rows_shape(d, mode, segment_chunks, cu_seqlens.has_value());
-  const bool scaled = mode == SdmSave::kFp8 || mode == SdmSave::kInt4;
-  check_shape(op, "errors", errors, {d.B, d.T, d.H, d.D});
-  check_scalar_type(op, "errors", errors, scalar_type_of(compute));
-  check_contiguous(op, "errors", errors);
-  check_scalar_type(op, "saved_rows", saved_rows, saved_row_type(mode, in.bank_dtype));
-  check_contiguous(op, "saved_rows", saved_rows);
-  int64_t wanted_elements = 1;
-  for (const int64_t size : saved_shape) {
-    wanted_elements *= size;
-  }
-  check(saved_rows.numel() == wanted_elements, op, ": saved_rows has the wrong size");
-  if (scaled) {
-    check_shape(op, "row_scales", row_scales, {saved_shape[0], saved_shape[1]});
-    check_contiguous(op, "row_scales", row_scales);
-  }
-
-  SdmBwdParams p{};
-  p.d_out = read_token_rows(op, "d_out", d_out, in);
-  p.dims = d;
-  p.tokens = in.tokens;
-  p.bank_dtype = in.bank_dtype;
-  p.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  p.bank = bank_view(bank, one_bank);
-  if (d_final_state.has_value()) {
-    check_shape(op, "d_final_state", *d_final_state, {d.N, d.H, d.S, d.D});
-    check_last_dense(op, "d_final_state", *d_final_state);
-    check_scalar_type(op, "d_final_state", *d_final_state, scalar_type_of(in.bank_dtype));
-    p.d_final = bank_view(*d_final_state, false);
-  }
-  p.saved.mode = mode;
-  p.saved.segment_chunks = segment_chunks;
-  p.saved.errors = const_cast<void*>(errors.const_data_ptr());
-  p.saved.rows = const_cast<void*>(saved_rows.const_data_ptr());
-  p.saved.rows_per_head = saves_rows(mode) ? saved_shape[1] : 0;
-  if (scaled) {
-    p.saved.scales = const_cast<float*>(static_cast<const float*>(row_scales.const_data_ptr()));
-  }
-  p.shared_bank = shared_bank;
-
-  Tensor d_write_val = new_result(bank, {d.B, d.T, d.H, d.W}, in.tokens.write_val.dtype);
-  Tensor d_v = new_result(bank, {d.B, d.T, d.H, d.D}, p.d_out.dtype);
-  Tensor d_beta = new_result(bank, {d.B, d.T, d.H}, in.tokens.beta.dtype);
-  Tensor d_g = d.gate_per_write ? new_result(bank, {d.B, d.T, d.H, d.W}, in.tokens.g.dtype)
-                                : new_result(bank, {d.B, d.T, d.H}, in.tokens.g.dtype);
-  Tensor d_read_val = new_result(bank, {d.B, d.T, d.H, d.R}, in.tokens.read_val.dtype);
-  Tensor d_initial = !need_state_grad ? new_result(bank, {0}, in.bank_dtype)
-                     : shared_bank    ? new_result(bank, {d.H, d.S, d.D}, in.bank_dtype)
-                                      : new_result(bank, {d.N, d.H, d.S, d.D}, in.bank_dtype);
-  p.d_write_val = d_write_val.mutable_data_ptr();
-  p.d_v = d_v.mutable_data_ptr();
-  p.d_beta = d_beta.mutable_data_ptr();
-  p.d_g = d_g.mutable_data_ptr();
-  p.d_read_val = d_read_val.mutable_data_ptr();
-  p.d_initial = need_state_grad ? d_initial.mutable_data_ptr() : nullptr;
-  check_status(op, sdm_bwd_cpu(p, torch_parallel_for()));
-  return {d_write_val, d_v, d_beta, d_g, d_read_val, d_initial};
+  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
+  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
+  check_status(op, sdm_bwd_cpu(call.params, torch_parallel_for()));
+  return call.results();
 }
 
 Tensor sdm_chunk_cpu(
@@ -398,30 +138,26 @@ Tensor sdm_chunk_cpu(
     int64_t chunk_size
 ) {
   const char* op = "sdm_chunk_";
-  check_dim(op, "state", state, 4);
-  Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, state, chunk_size);
-  in.tokens.v = read_token_rows(op, "v", v, in);
-  SdmDims& d = in.dims;
-  const std::vector<int64_t> offsets = read_cu_seqlens(op, cu_seqlens, &d);
+  SdmFwdCall call = prepare_sdm_in_place(
+      op,
+      state,
+      write_idx,
+      write_val,
+      v,
+      beta,
+      g,
+      read_idx,
+      read_val,
+      cu_seqlens,
+      state_indices,
+      chunk_size
+  );
+  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
   const std::vector<int64_t> rows = host_integers(op, "state_indices", state_indices);
-  if (state_indices.has_value()) {
-    check_shape(op, "state_indices", *state_indices, {d.N});
-  } else {
-    check(state.size(0) == d.N, op, ": state must have ", d.N, " rows, got ", state.size(0));
-  }
-
-  Tensor out = new_result(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);
-  SdmFwdParams p{};
-  p.dims = d;
-  p.tokens = in.tokens;
-  p.bank_dtype = in.bank_dtype;
-  p.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  p.state_indices = data_or_null(rows, state_indices);
-  p.bank = bank_view(state, false);
-  p.out = out.mutable_data_ptr();
-  p.saved.segment_chunks = 1;
-  check_status(op, sdm_fwd_cpu(p, state.size(0), torch_parallel_for()));
-  return out;
+  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
+  call.params.state_indices = data_or_null(rows, state_indices);
+  check_status(op, sdm_fwd_cpu(call.params, state.size(0), torch_parallel_for()));
+  return call.out;
 }
 
 // A chunk of one token is the token recurrence itself.

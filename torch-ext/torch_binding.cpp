@@ -46,4 +46,14 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices_cpu));
 }
 
+#ifdef CUDA_KERNEL
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, ops) {
+  ops.impl("sdm_chunk_fwd", TORCH_BOX(&sdm::ext::sdm_chunk_fwd_cuda));
+  ops.impl("sdm_chunk_bwd", TORCH_BOX(&sdm::ext::sdm_chunk_bwd_cuda));
+  ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk_cuda));
+  ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step_cuda));
+  ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices_cuda));
+}
+#endif
+
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

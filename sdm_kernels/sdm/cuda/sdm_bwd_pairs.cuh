@@ -89,12 +89,27 @@ view_offset(const FloatView& view, const ChunkPlace& place, int64_t token) {
          place.head * view.stride[2];
 }
 
-// The chunk of this block and its first item, for a grid of ceil(items / per_block) blocks a chunk.
-__device__ __forceinline__ int64_t block_chunk(int64_t items, int64_t per_block, int64_t* first) {
-  const int64_t blocks = ceil_div(items, per_block);
-  const int64_t q = blockIdx.x / blocks;
-  *first = blockIdx.x % blocks * per_block;
-  return q;
+// The chunk of a block and its first item, for a grid of ceil(items / per_block) blocks a chunk.
+struct BlockChunk {
+  ChunkPlace place;
+  int64_t q;
+  int32_t first;
+  bool found;
+};
+
+// By one thread for all: the divisions would cost every thread hundreds of instructions.
+__device__ __forceinline__ bool find_block_chunk(
+    const SdmBwdPairsParams& p, int64_t items, int32_t per_block, BlockChunk* s_chunk
+) {
+  if (threadIdx.x == 0) {
+    const uint32_t blocks = static_cast<uint32_t>(ceil_div(items, per_block));
+    const uint32_t q = blockIdx.x / blocks;
+    s_chunk->q = q;
+    s_chunk->first = static_cast<int32_t>(blockIdx.x - q * blocks) * per_block;
+    s_chunk->found = find_chunk(p.dims, p.sequences, p.window, q, &s_chunk->place);
+  }
+  __syncthreads();  // everybody waits for the first thread's chunk
+  return s_chunk->found;
 }
 
 __device__ __forceinline__ float sum_slices(
@@ -111,23 +126,23 @@ __device__ __forceinline__ float sum_slices(
 __global__ void __launch_bounds__(kThreads) sdm_pairs_sum_kernel(const SdmBwdPairsParams p) {
   const SdmDims& dims = p.dims;
   const int64_t n = p.records.n, num_q = p.records.num_q, slices = p.dots.num_slices;
-  int64_t i;
-  const int64_t q = block_chunk(n, kThreads, &i);
-  ChunkPlace place;
-  if (!find_chunk(dims, p.sequences, p.window, q, &place)) {
+  __shared__ BlockChunk s_chunk;
+  if (!find_block_chunk(p, n, kThreads, &s_chunk)) {
     return;
   }
-  i += threadIdx.x;
-  const int64_t writes = dims.C * dims.W;
+  const ChunkPlace& place = s_chunk.place;
+  const int64_t q = s_chunk.q;
+  const int32_t i = s_chunk.first + static_cast<int32_t>(threadIdx.x);
+  const int32_t writes = static_cast<int32_t>(dims.C * dims.W);
   const int2 counts = p.records.group_count[q];
   if (i < n) {
     // as a place of a sorted entry: past the last one this is unused memory, and stays unused
     p.row_sum[q * n + i] = sum_slices(p.dots.row, q * n + i, num_q * n, slices);
     // as a lane
     const bool write = i < writes;
-    const int64_t width = write ? dims.W : dims.R;
-    const int64_t lane = write ? i : i - writes;
-    const int64_t token = lane / width;
+    const int32_t width = static_cast<int32_t>(write ? dims.W : dims.R);
+    const int32_t lane = write ? i : i - writes;
+    const int32_t token = lane / width;
     const int32_t position = token < place.num_tokens ? p.records.position[q * n + i] : -1;
     if (position >= 0) {
       const FloatView& view = write ? p.tokens.write_val : p.tokens.read_val;
@@ -151,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) sdm_pairs_sum_kernel(const SdmBwdPai
   int32_t* entry_group = p.entry_group + q * n;
   if (size <= kSmallGroup) {
     for (int k = 0; k < size; ++k) {
-      entry_group[group.y + k] = static_cast<int32_t>(i);
+      entry_group[group.y + k] = i;
     }
   }
   const int lane = threadIdx.x % 32;
@@ -162,7 +177,7 @@ __global__ void __launch_bounds__(kThreads) sdm_pairs_sum_kernel(const SdmBwdPai
     const int begin = __shfl_sync(0xffffffffu, group.y, owner);
     const int count = __shfl_sync(0xffffffffu, size, owner);
     for (int k = lane; k < count; k += 32) {
-      entry_group[begin + k] = static_cast<int32_t>(i - lane + owner);
+      entry_group[begin + k] = i - lane + owner;
     }
   }
 }
@@ -219,11 +234,13 @@ __device__ __forceinline__ double pull_earlier(
 __global__ void __launch_bounds__(kThreads) sdm_pairs_pull_kernel(const SdmBwdPairsParams p) {
   const SdmDims& dims = p.dims;
   const int64_t n = p.records.n, writes = dims.C * dims.W;
-  int64_t first;
-  const int64_t q = block_chunk(n, kThreads, &first);
-  const int r = static_cast<int>(first) + static_cast<int>(threadIdx.x);
-  ChunkPlace place;
-  if (!find_chunk(dims, p.sequences, p.window, q, &place) || r >= n) {
+  __shared__ BlockChunk s_chunk;
+  if (!find_block_chunk(p, n, kThreads, &s_chunk)) {
+    return;
+  }
+  const int64_t q = s_chunk.q;
+  const int r = s_chunk.first + static_cast<int>(threadIdx.x);
+  if (r >= n) {
     return;
   }
   const int group_at = p.entry_group[q * n + r];
@@ -247,7 +264,8 @@ __global__ void __launch_bounds__(kThreads) sdm_pairs_pull_kernel(const SdmBwdPa
   const int row = own.x & ~kOwnerBit;
   const double log_decay = c.log_decay[r];
   const double value = c.value[r];
-  const double before = expf(static_cast<float>(log_decay));
+  // a group without writes has no gates, whatever its log says
+  const double before = group.z > 0 ? expf(static_cast<float>(log_decay)) : 1.0f;
   const double dot = p.row_sum[q * n + r];
   float* result = p.row_sum + q * n + r;
 
@@ -322,11 +340,14 @@ __device__ __forceinline__ double warp_sum(double x) {
 __global__ void __launch_bounds__(kThreads) sdm_pairs_finish_kernel(const SdmBwdPairsParams p) {
   const SdmDims& dims = p.dims;
   const int64_t n = p.records.n, W = dims.W, R = dims.R;
-  int64_t token;
-  const int64_t q = block_chunk(dims.C, kThreads / 32, &token);
-  token += threadIdx.x / 32;
-  ChunkPlace place;
-  if (!find_chunk(dims, p.sequences, p.window, q, &place) || token >= place.num_tokens) {
+  __shared__ BlockChunk s_chunk;
+  if (!find_block_chunk(p, dims.C, kThreads / 32, &s_chunk)) {
+    return;
+  }
+  const ChunkPlace& place = s_chunk.place;
+  const int64_t q = s_chunk.q;
+  const int64_t token = s_chunk.first + static_cast<int32_t>(threadIdx.x / 32);
+  if (token >= place.num_tokens) {
     return;
   }
   const int lane = threadIdx.x % 32;

@@ -113,13 +113,12 @@ __device__ __forceinline__ void scan_gates(const GateGroup& s) {
 __global__ void __launch_bounds__(kThreads) sdm_pairs_gates_kernel(const SdmBwdPairsParams p) {
   const SdmDims& dims = p.dims;
   const int64_t n = p.records.n, writes = dims.C * dims.W;
-  int64_t g;
-  const int64_t q = block_chunk(writes, kThreads, &g);
-  ChunkPlace place;
-  if (!find_chunk(dims, p.sequences, p.window, q, &place)) {
+  __shared__ BlockChunk s_chunk;
+  if (!find_block_chunk(p, writes, kThreads, &s_chunk)) {
     return;
   }
-  g += threadIdx.x;
+  const int64_t q = s_chunk.q;
+  const int32_t g = s_chunk.first + static_cast<int32_t>(threadIdx.x);
   GateGroup own = {
       p.records.entry + q * n,
       p.changes + q * n,

@@ -89,6 +89,7 @@ cudaError_t make_plan(
 
   Carver carver{static_cast<char*>(workspace), 0};
   carver.take(count, &r.lane);
+  carver.take(num_q * dims.C * dims.W, &r.write_post);
   carver.take(count, &r.position);
   carver.take(count, &r.entry);
   carver.take(count, &r.log_decay);

@@ -348,6 +348,9 @@ __device__ __forceinline__ void finish_entry(
   if (slot >= dims.S) {
     records.lane[chunk_at + lane] = make_int2(-1, 0);
     records.position[chunk_at + lane] = -1;
+    if (lane < dims.C * dims.W) {
+      records.write_post[q * dims.C * dims.W + lane] = make_int2(-1, 0);
+    }
     if (p.gram) {
       p.span[chunk_at + lane] = make_int2(0, 0);
     }
@@ -380,6 +383,9 @@ __device__ __forceinline__ void finish_entry(
   const float weight = times_exp(value, log_decay);
   records.entry[chunk_at + e] = make_int4(row, __float_as_int(weight), __float_as_int(post), lane);
   records.lane[chunk_at + lane] = make_int2(slot, __float_as_int(weight));
+  if (lane < dims.C * dims.W) {
+    records.write_post[q * dims.C * dims.W + lane] = make_int2(slot, __float_as_int(post));
+  }
   records.position[chunk_at + lane] = e;
   if (p.gram) {
     p.span[chunk_at + lane] = make_int2(group.y, end);

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Backward of sparse delta memory on CUDA: segments of chunks from last to first; in each
+//! phase 1, with replay the row updates once more, the backward loop, then the pair stage.
+
+#include "sdm_kernels/sdm/cuda/sdm_bwd_loop.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_chunk_loop.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
+#include "sdm_kernels/sdm/cuda/sdm_pairs.h"
+
+namespace sdm {
+namespace cuda {
+
+cudaError_t launch_sum_banks(
+    DType dtype, const void* parts, void* sum, int64_t N, int64_t elements, cudaStream_t stream
+);
+
+namespace {
+
+int64_t segment_of(const SdmBwdParams& p) {
+  return p.saved.mode == SdmSave::kReplay ? std::min(p.saved.segment_chunks, most_chunks(p.dims))
+                                          : window_chunks(p.dims);
+}
+
+// The bank's gradient lives in the result where that has one owner.
+bool direct_gradient(const SdmBwdParams& p) {
+  return p.d_initial != nullptr && (!p.shared_bank || p.dims.N == 1);
+}
+
+struct BwdMemory {
+  LoopMemory loop;
+  void* bank;         // [N, H, S, D]
+  void* grad;         // [N, H, S, D] unless the result holds it
+  void* replay_rows;  // [N * H][segment][rows of a chunk][D]
+  SdmDots dots;
+  void* phase1;
+  void* pairs;
+};
+
+cudaError_t carve_bwd(
+    DeviceCarver* carver, const SdmBwdParams& p, const LoopShape& shape, BwdMemory* memory
+) {
+  const SdmDims& dims = p.dims;
+  const int64_t streams = dims.N * dims.H;
+  const int64_t element = element_size(p.bank_dtype);
+  const int64_t segment = segment_of(p);
+  const int64_t num_q = streams * segment;
+  memory->loop = carve_loop(carver, dims, p.bank_dtype, shape);
+  memory->bank = carver->take(streams * dims.S * dims.D * element);
+  memory->grad = direct_gradient(p) ? nullptr : carver->take(streams * dims.S * dims.D * element);
+  memory->replay_rows = p.saved.mode == SdmSave::kReplay
+                            ? carver->take(num_q * rows_of_chunk(dims, dims.C) * dims.D * element)
+                            : nullptr;
+  memory->dots.num_slices = shape.num_slices;
+  memory->dots.error_grad = carver->take<float>(shape.num_slices * num_q * dims.C * dims.W);
+  memory->dots.row = carver->take<float>(shape.num_slices * num_q * lanes_of_chunk(dims));
+  memory->dots.decay = carver->take<float>(shape.num_slices * num_q * lanes_of_chunk(dims));
+  memory->dots.d_v = carver->take<float>(num_q * dims.C * dims.D);
+  const SdmWindow window{0, segment};
+  size_t bytes = 0;
+  SDM_RETURN_IF_ERROR(sdm_phase1_workspace(dims, window, true, &bytes));
+  memory->phase1 = carver->take(static_cast<int64_t>(bytes));
+  memory->pairs = carver->take(static_cast<int64_t>(sdm_pairs_workspace(dims, window)));
+  return cudaSuccess;
+}
+
+template <typename S, bool kAligned>
+cudaError_t run_segment(
+    const SdmLoopParams& p, const LoopShape& shape, const LoopMemory& memory, cudaStream_t stream
+) {
+  const int64_t smem = chunk_loop_smem<S>(p.records.Cp);
+  const auto launch = [&](void (*kernel)(SdmLoopParams)) {
+    SDM_RETURN_IF_ERROR(
+        cudaMemsetAsync(memory.counters, 0, static_cast<size_t>(memory.counter_bytes), stream)
+    );
+    return launch_loop(
+        kernel,
+        p,
+        shape.items * shape.group_blocks,
+        kLoopThreads,
+        smem,
+        shape.group_blocks > 1,
+        stream
+    );
+  };
+  if (p.saved.mode == SdmSave::kReplay) {
+    SDM_RETURN_IF_ERROR(launch(&sdm_replay_loop_kernel<S, kAligned>));
+  }
+  return launch(&sdm_bwd_loop_kernel<S, kAligned>);
+}
+
+}  // namespace
+}  // namespace cuda
+
+cudaError_t sdm_bwd_cuda_workspace(const SdmCudaBwdParams& params, size_t* bytes) {
+  cuda::LoopShape shape;
+  SDM_RETURN_IF_ERROR(cuda::choose_loop(params.base.dims, params.base.bank_dtype, &shape));
+  cuda::DeviceCarver carver(nullptr);
+  cuda::BwdMemory memory;
+  SDM_RETURN_IF_ERROR(cuda::carve_bwd(&carver, params.base, shape, &memory));
+  *bytes = static_cast<size_t>(carver.used());
+  return cudaSuccess;
+}
+
+cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cudaStream_t stream) {
+  using namespace cuda;
+  const SdmBwdParams& base = params.base;
+  const SdmDims& dims = base.dims;
+  LoopShape shape;
+  SDM_RETURN_IF_ERROR(choose_loop(dims, base.bank_dtype, &shape));
+  DeviceCarver carver(workspace);
+  BwdMemory memory;
+  SDM_RETURN_IF_ERROR(carve_bwd(&carver, base, shape, &memory));
+  const int64_t element = element_size(base.bank_dtype);
+  const int64_t bank_elements = dims.H * dims.S * dims.D;
+  const bool replay = base.saved.mode == SdmSave::kReplay;
+
+  if (params.cu_seqlens.data != nullptr) {
+    // tokens that malformed offsets leave out
+    const size_t tokens = static_cast<size_t>(dims.B * dims.T * dims.H);
+    const auto clear = [&](void* data, int64_t columns, DType dtype) {
+      return cudaMemsetAsync(
+          data, 0, tokens * static_cast<size_t>(columns * element_size(dtype)), stream
+      );
+    };
+    const int64_t gates = dims.gate_per_write ? dims.W : 1;
+    SDM_RETURN_IF_ERROR(clear(base.d_write_val, dims.W, base.tokens.write_val.dtype));
+    SDM_RETURN_IF_ERROR(clear(base.d_v, dims.D, base.d_out.dtype));
+    SDM_RETURN_IF_ERROR(clear(base.d_beta, 1, base.tokens.beta.dtype));
+    SDM_RETURN_IF_ERROR(clear(base.d_g, gates, base.tokens.g.dtype));
+    SDM_RETURN_IF_ERROR(clear(base.d_read_val, dims.R, base.tokens.read_val.dtype));
+  }
+  if (dims.N == 0) {
+    return base.d_initial == nullptr || !base.shared_bank
+               ? cudaSuccess
+               : cudaMemsetAsync(
+                     base.d_initial, 0, static_cast<size_t>(bank_elements * element), stream
+                 );
+  }
+  SDM_RETURN_IF_ERROR(launch_sdm_sequences(
+      dims,
+      params.cu_seqlens.data,
+      params.cu_seqlens.is_int64,
+      nullptr,
+      false,
+      0,
+      base.saved.segment_chunks,
+      memory.loop.sequences,
+      stream
+  ));
+  const BankView bank = contiguous_bank(memory.bank, dims);
+  const BankView grad = contiguous_bank(direct_gradient(base) ? base.d_initial : memory.grad, dims);
+  if (base.d_final.data != nullptr) {
+    SDM_RETURN_IF_ERROR(launch_copy_bank(base.bank_dtype, dims, base.d_final, grad, stream));
+  } else {
+    const int64_t bytes = dims.N * bank_elements * element;
+    SDM_RETURN_IF_ERROR(cudaMemsetAsync(grad.data, 0, static_cast<size_t>(bytes), stream));
+  }
+
+  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.loop.sequences};
+  SdmLoopParams p{};
+  p.dims = dims;
+  p.sequences = memory.loop.sequences;
+  p.bank = bank;
+  p.errors = static_cast<float*>(base.saved.errors);
+  p.saved = base.saved;
+  p.replay_rows = memory.replay_rows;
+  p.d_out = base.d_out;
+  p.grad = grad;
+  p.d_v = base.d_v;
+  p.dots = memory.dots;
+  p.exchange = memory.loop.exchange;
+  p.counters = memory.loop.counters;
+  p.group_blocks = shape.group_blocks;
+  p.num_slices = shape.num_slices;
+  const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D) &&
+                       aligned_bank(grad, base.bank_dtype, dims.D) &&
+                       reinterpret_cast<uintptr_t>(base.saved.rows) % 16 == 0;
+  p.token_vectors = aligned && aligned_tokens(base.d_out, dims.D);
+  const SdmPairGrads grads{base.d_write_val, base.d_read_val, base.d_beta, base.d_g};
+
+  const int64_t step = segment_of(base);
+  for (int64_t first = dims.T == 0 ? -1 : (most_chunks(dims) - 1) / step * step; first >= 0;
+       first -= step) {
+    // the window keeps its full length, as the workspace was laid out for it
+    p.window = {first, step};
+    p.first_k = 0;
+    p.end_k = step;
+    if (replay || first + step >= most_chunks(dims)) {
+      SDM_RETURN_IF_ERROR(launch_copy_bank(
+          base.bank_dtype,
+          dims,
+          base.bank,
+          bank,
+          stream,
+          replay ? memory.loop.sequences : nullptr,
+          base.saved.rows,
+          first,
+          base.saved.segment_chunks
+      ));
+    }
+    SDM_RETURN_IF_ERROR(
+        launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
+    );
+    SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
+      using S = std::remove_pointer_t<decltype(type)>;
+      return aligned ? run_segment<S, true>(p, shape, memory.loop, stream)
+                     : run_segment<S, false>(p, shape, memory.loop, stream);
+    }));
+    SDM_RETURN_IF_ERROR(launch_sdm_pairs(
+        inputs, p.window, p.records, memory.dots, p.errors, base.d_out, grads, memory.pairs, stream
+    ));
+  }
+  if (base.d_initial != nullptr && !direct_gradient(base)) {
+    return launch_sum_banks(
+        base.bank_dtype, grad.data, base.d_initial, dims.N, bank_elements, stream
+    );
+  }
+  return cudaSuccess;
+}
+
+}  // namespace sdm

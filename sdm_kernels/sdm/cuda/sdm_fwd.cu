@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Forward of sparse delta memory on CUDA: windows of chunks, phase 1 then the chunk loop.
+
+#include "sdm_kernels/sdm/cuda/sdm_chunk_loop.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
+#include "sdm_kernels/sdm/cuda/sdm_save.cuh"
+
+namespace sdm {
+namespace cuda {
+namespace {
+
+struct FwdMemory {
+  LoopMemory loop;
+  void* bank;  // [N, H, S, D] when the caller wants no final bank
+  void* phase1;
+};
+
+cudaError_t carve_fwd(
+    DeviceCarver* carver, const SdmFwdParams& p, const LoopShape& shape, FwdMemory* memory
+) {
+  memory->loop = carve_loop(carver, p.dims, p.bank_dtype, shape);
+  const int64_t bank_bytes = p.dims.N * p.dims.H * p.dims.S * p.dims.D * element_size(p.bank_dtype);
+  memory->bank = p.bank.data == nullptr ? carver->take(bank_bytes) : nullptr;
+  size_t bytes = 0;
+  const SdmWindow window{0, window_chunks(p.dims)};
+  SDM_RETURN_IF_ERROR(sdm_phase1_workspace(p.dims, window, true, &bytes));
+  memory->phase1 = carver->take(static_cast<int64_t>(bytes));
+  return cudaSuccess;
+}
+
+// Zeroes what the saved tensor reserves beyond the chunks of all sequences. Which rows those are is
+// known on the host only without cu_seqlens; otherwise all are zeroed first.
+cudaError_t clear_unused_saved(const SdmFwdParams& p, bool packed, cudaStream_t stream) {
+  const SdmDims& dims = p.dims;
+  char* rows = static_cast<char*>(p.saved.rows);
+  if (p.saved.mode == SdmSave::kReplay && packed) {
+    const int64_t bytes =
+        p.saved.checkpoints * dims.H * dims.S * dims.D * element_size(p.bank_dtype);
+    return cudaMemsetAsync(rows, 0, static_cast<size_t>(bytes), stream);
+  }
+  if (!saves_rows(p.saved.mode)) {
+    return cudaSuccess;
+  }
+  const int64_t row_bytes = saved_row_bytes(p.saved.mode, p.bank_dtype, dims.D);
+  int64_t used = 0;
+  if (!packed && dims.T > 0) {
+    const int64_t full = ceil_div(dims.T, dims.C) - 1;
+    used =
+        dims.N * (full * rows_of_chunk(dims, dims.C) + rows_of_chunk(dims, dims.T - full * dims.C));
+  }
+  const int64_t unused = p.saved.rows_per_head - used;
+  if (unused == 0) {
+    return cudaSuccess;
+  }
+  SDM_RETURN_IF_ERROR(cudaMemset2DAsync(
+      rows + used * row_bytes,
+      static_cast<size_t>(p.saved.rows_per_head * row_bytes),
+      0,
+      static_cast<size_t>(unused * row_bytes),
+      static_cast<size_t>(dims.H),
+      stream
+  ));
+  if (p.saved.scales == nullptr) {
+    return cudaSuccess;
+  }
+  return cudaMemset2DAsync(
+      p.saved.scales + used,
+      static_cast<size_t>(p.saved.rows_per_head) * sizeof(float),
+      0,
+      static_cast<size_t>(unused) * sizeof(float),
+      static_cast<size_t>(dims.H),
+      stream
+  );
+}
+
+template <typename S, bool kAligned>
+cudaError_t launch_chunk_loop(
+    const SdmLoopParams& p, const LoopShape& shape, const LoopMemory& memory, cudaStream_t stream
+) {
+  const int64_t smem = chunk_loop_smem<S>(p.records.Cp);
+  SDM_RETURN_IF_ERROR(
+      cudaMemsetAsync(memory.counters, 0, static_cast<size_t>(memory.counter_bytes), stream)
+  );
+  void (*kernel)(SdmLoopParams) =
+      shape.own_rows <= kRowGroups       ? &sdm_chunk_loop_kernel<S, kAligned, 1>
+      : shape.own_rows <= 2 * kRowGroups ? &sdm_chunk_loop_kernel<S, kAligned, 2>
+                                         : &sdm_chunk_loop_kernel<S, kAligned, 4>;
+  return launch_loop(
+      kernel,
+      p,
+      shape.items * shape.group_blocks,
+      kLoopThreads,
+      smem,
+      shape.group_blocks > 1,
+      stream
+  );
+}
+
+template <typename S>
+cudaError_t launch_quantise(const SdmLoopParams& p, int64_t chunk, cudaStream_t stream) {
+  const SdmQuantiseParams q{
+      p.dims,
+      p.window,
+      p.sequences,
+      p.records,
+      p.bank,
+      p.saved,
+      saved_row_bytes(p.saved.mode, sizeof(S) == 4 ? DType::kF32 : DType::kBf16, p.dims.D),
+      chunk
+  };
+  constexpr int kThreads = 256;
+  const int64_t warps = p.dims.N * p.dims.H * rows_of_chunk(p.dims, p.dims.C);
+  const int64_t blocks = ceil_div(warps * 32, kThreads);
+  if (blocks > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
+  sdm_quantise_rows_kernel<S><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(q);
+  return cudaGetLastError();
+}
+
+// One window whose records are ready.
+template <typename S>
+cudaError_t run_window(
+    const SdmLoopParams& p,
+    const LoopShape& shape,
+    const LoopMemory& memory,
+    bool aligned,
+    cudaStream_t stream
+) {
+  const auto loop = [&](const SdmLoopParams& part) {
+    return aligned ? launch_chunk_loop<S, true>(part, shape, memory, stream)
+                   : launch_chunk_loop<S, false>(part, shape, memory, stream);
+  };
+  if (p.saved.mode <= SdmSave::kRows) {
+    return loop(p);
+  }
+  // a lossy row needs all its columns at once, before the chunk changes it: chunk by chunk
+  for (int64_t k = 0; k < p.window.chunks; ++k) {
+    SDM_RETURN_IF_ERROR(launch_quantise<S>(p, k, stream));
+    SdmLoopParams part = p;
+    part.first_k = k;
+    part.end_k = k + 1;
+    SDM_RETURN_IF_ERROR(loop(part));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+}  // namespace cuda
+
+cudaError_t sdm_fwd_cuda_workspace(const SdmCudaFwdParams& params, size_t* bytes) {
+  cuda::LoopShape shape;
+  SDM_RETURN_IF_ERROR(cuda::choose_loop(params.base.dims, params.base.bank_dtype, &shape));
+  cuda::DeviceCarver carver(nullptr);
+  cuda::FwdMemory memory;
+  SDM_RETURN_IF_ERROR(cuda::carve_fwd(&carver, params.base, shape, &memory));
+  *bytes = static_cast<size_t>(carver.used());
+  return cudaSuccess;
+}
+
+cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cudaStream_t stream) {
+  using namespace cuda;
+  const SdmFwdParams& base = params.base;
+  const SdmDims& dims = base.dims;
+  LoopShape shape;
+  SDM_RETURN_IF_ERROR(choose_loop(dims, base.bank_dtype, &shape));
+  DeviceCarver carver(workspace);
+  FwdMemory memory;
+  SDM_RETURN_IF_ERROR(carve_fwd(&carver, base, shape, &memory));
+
+  const bool packed = params.cu_seqlens.data != nullptr;
+  if (packed || params.state_indices.data != nullptr) {
+    // tokens of skipped sequences, and tokens that malformed offsets leave out
+    const int64_t bytes = dims.B * dims.T * dims.H * dims.D * element_size(base.tokens.v.dtype);
+    SDM_RETURN_IF_ERROR(cudaMemsetAsync(base.out, 0, static_cast<size_t>(bytes), stream));
+    if (base.saved.errors != nullptr) {
+      const size_t error_bytes = static_cast<size_t>(dims.B * dims.T * dims.H * dims.D) * 4;
+      SDM_RETURN_IF_ERROR(cudaMemsetAsync(base.saved.errors, 0, error_bytes, stream));
+    }
+  }
+  SDM_RETURN_IF_ERROR(clear_unused_saved(base, packed, stream));
+  if (dims.N == 0) {
+    return cudaSuccess;
+  }
+  SDM_RETURN_IF_ERROR(launch_sdm_sequences(
+      dims,
+      params.cu_seqlens.data,
+      params.cu_seqlens.is_int64,
+      params.state_indices.data,
+      params.state_indices.is_int64,
+      params.pool,
+      base.saved.segment_chunks,
+      memory.loop.sequences,
+      stream
+  ));
+  const BankView bank = base.bank.data != nullptr ? base.bank : contiguous_bank(memory.bank, dims);
+  if (base.initial.data != nullptr) {
+    SDM_RETURN_IF_ERROR(launch_copy_bank(base.bank_dtype, dims, base.initial, bank, stream));
+  }
+  if (dims.T == 0) {
+    return cudaSuccess;
+  }
+
+  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.loop.sequences};
+  SdmLoopParams p{};
+  p.dims = dims;
+  p.sequences = memory.loop.sequences;
+  p.v = base.tokens.v;
+  p.bank = bank;
+  p.out = base.out;
+  p.errors = static_cast<float*>(base.saved.errors);
+  p.saved = base.saved;
+  p.exchange = memory.loop.exchange;
+  p.counters = memory.loop.counters;
+  p.group_blocks = shape.group_blocks;
+  p.num_slices = shape.num_slices;
+  const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D);
+  p.token_vectors = aligned && aligned_tokens(base.tokens.v, dims.D);
+
+  const int64_t step = window_chunks(dims);
+  for (int64_t first = 0; first < most_chunks(dims); first += step) {
+    p.window = {first, std::min(step, most_chunks(dims) - first)};
+    p.first_k = 0;
+    p.end_k = p.window.chunks;
+    SDM_RETURN_IF_ERROR(
+        launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
+    );
+    SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
+      using S = std::remove_pointer_t<decltype(type)>;
+      return run_window<S>(p, shape, memory.loop, aligned, stream);
+    }));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace sdm

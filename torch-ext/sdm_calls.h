@@ -1,0 +1,88 @@
+//! @file The SDM ops up to the launch, the same for every backend: check the arguments, allocate
+//! the results, fill the parameters of the kernels. A backend adds where its integers lie and
+//! launches.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "sdm_kernels/sdm/sdm_params.h"
+#include "torch-ext/torch_util.h"
+
+namespace sdm::ext {
+
+struct SdmFwdCall {
+  SdmFwdParams params;
+  Tensor out, final_state, errors, saved_rows, row_scales;
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
+    return {out, final_state, errors, saved_rows, row_scales};
+  }
+};
+
+struct SdmBwdCall {
+  SdmBwdParams params;
+  Tensor d_write_val, d_v, d_beta, d_g, d_read_val, d_initial;
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
+    return {d_write_val, d_v, d_beta, d_g, d_read_val, d_initial};
+  }
+};
+
+SdmFwdCall prepare_sdm_fwd(
+    const char* op,
+    const Tensor& write_idx,
+    const Tensor& write_val,
+    const Tensor& v,
+    const Tensor& beta,
+    const Tensor& g,
+    const Tensor& read_idx,
+    const Tensor& read_val,
+    const Tensor& initial_state,
+    const std::optional<Tensor>& cu_seqlens,
+    int64_t chunk_size,
+    bool output_final_state,
+    int64_t save_mode,
+    int64_t segment_chunks
+);
+
+SdmBwdCall prepare_sdm_bwd(
+    const char* op,
+    const Tensor& d_out,
+    const std::optional<Tensor>& d_final_state,
+    const Tensor& write_idx,
+    const Tensor& write_val,
+    const Tensor& beta,
+    const Tensor& g,
+    const Tensor& read_idx,
+    const Tensor& read_val,
+    const Tensor& bank,
+    const std::optional<Tensor>& cu_seqlens,
+    const Tensor& errors,
+    const Tensor& saved_rows,
+    const Tensor& row_scales,
+    int64_t chunk_size,
+    int64_t save_mode,
+    int64_t segment_chunks,
+    bool shared_bank,
+    bool need_state_grad
+);
+
+// In place: only `out` is new.
+SdmFwdCall prepare_sdm_in_place(
+    const char* op,
+    Tensor state,
+    const Tensor& write_idx,
+    const Tensor& write_val,
+    const Tensor& v,
+    const Tensor& beta,
+    const Tensor& g,
+    const Tensor& read_idx,
+    const Tensor& read_val,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& state_indices,
+    int64_t chunk_size
+);
+
+}  // namespace sdm::ext
