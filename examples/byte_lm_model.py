@@ -5,8 +5,9 @@ Each block is local (a causal convolution over a few bytes, then an MLP). Blocks
 `memory_blocks` have a Sparse Delta Memory layer in between. Without those layers a byte sees only
 the few bytes before it.
 
-A memory layer sees each byte together with the one before it, so that it can file what comes next
-under what came before, and look it up when the same context returns.
+The memory works as a lookup of what came next: a byte is stored under the context before it, and
+read when the same context returns. For that a memory layer sees each position together with the
+one before, and starts with write keys that see the one before as the read keys see this one.
 """
 
 import json
@@ -57,19 +58,32 @@ class LocalMixer(nn.Module):
         return self.down(F.silu(y) * torch.sigmoid(gate)), u[:, u.shape[1] - self.width + 1 :]
 
 
-def with_previous(
-    x: torch.Tensor, previous: Optional[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take half of the channels of x [B, T, dim] from one position earlier.
+class LookupMemory(nn.Module):
+    """Sparse Delta Memory that stores what follows a context, ready to be read by that context."""
 
-    `previous [B, 1, dim]` is the position before x, None at the start of a text. Also returns the
-    last position of x, for the next call.
-    """
-    if previous is None:
-        previous = torch.zeros_like(x[:, :1])
-    before = torch.cat([previous, x[:, :-1]], dim=1)
-    half = x.shape[-1] // 2
-    return torch.cat([x[..., :half], before[..., half:]], dim=-1), x[:, -1:]
+    def __init__(self, dim: int, memory: nn.Module):
+        super().__init__()
+        half = dim // 2
+        self.narrow = nn.Linear(dim, half)
+        self.memory = memory
+        # The input is [this position, the one before]. At the start reads look at the first half
+        # and writes, by the same keys, at the second; training is free to change that.
+        with torch.no_grad():
+            read, write = memory.Wq_read.weight, memory.Wk_write.weight
+            write[:, half:] = read[:, :half]
+            write[:, :half] = 0
+            read[:, half:] = 0
+
+    def forward(self, x: torch.Tensor, cache: dict) -> torch.Tensor:
+        """x [B, T, dim] -> [B, T, dim]; the cache is empty or what an earlier call left."""
+        here = self.narrow(x)
+        previous = cache.get("previous")
+        if previous is None:
+            previous = torch.zeros_like(here[:, :1])
+        before = torch.cat([previous, here[:, :-1]], dim=1)
+        cache["previous"] = here[:, -1:]
+        y, _ = self.memory(torch.cat([here, before], dim=-1), cache.get("memory"))
+        return y
 
 
 class Block(nn.Module):
@@ -80,9 +94,10 @@ class Block(nn.Module):
         dim, hidden = config.dim, config.mlp_factor * config.dim
         self.norm1 = nn.LayerNorm(dim)
         self.local = LocalMixer(dim, config.conv_width)
-        self.memory = memory
+        self.memory = None
         if memory is not None:
             self.norm2 = nn.LayerNorm(dim)
+            self.memory = LookupMemory(dim, memory)
         self.norm3 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
@@ -92,9 +107,7 @@ class Block(nn.Module):
         y, cache["tail"] = self.local(self.norm1(x), cache.get("tail"))
         x = x + y
         if self.memory is not None:
-            h, cache["previous"] = with_previous(self.norm2(x), cache.get("previous"))
-            y, _ = self.memory(h, cache.get("memory"))
-            x = x + y
+            x = x + self.memory(self.norm2(x), cache)
         return x + self.mlp(self.norm3(x))
 
 
@@ -135,7 +148,7 @@ class ByteLM(nn.Module):
     def new_caches(self, batch_size: int) -> list[dict]:
         """Caches of `batch_size` sequences that have seen nothing."""
         return [
-            {} if block.memory is None else {"memory": block.memory.init_state(batch_size)}
+            {} if block.memory is None else {"memory": block.memory.memory.init_state(batch_size)}
             for block in self.blocks
         ]
 
