@@ -2,9 +2,8 @@
 //! @file The 8-bit and 4-bit codes of saved bank rows; the scale of a row is chosen by the caller.
 #pragma once
 
-#include <math.h>
-
 #include <cstdint>
+#include <math.h>
 
 #include "sdm_kernels/common/dtype.h"
 

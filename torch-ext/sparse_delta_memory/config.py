@@ -3,8 +3,8 @@
 
 import math
 import warnings
-from dataclasses import asdict, dataclass, fields
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Optional
 
 from ._activations import ACTIVATIONS
