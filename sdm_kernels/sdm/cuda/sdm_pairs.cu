@@ -11,9 +11,8 @@
 #include "sdm_kernels/sdm/cuda/sdm_token_dots.cuh"
 
 namespace sdm {
+namespace cuda::pairs {
 namespace {
-
-using namespace cuda::pairs;
 
 constexpr size_t kAlign = 256;
 
@@ -133,9 +132,10 @@ unsigned grid_of(int64_t num_q, int64_t items, int64_t per_block) {
 }
 
 }  // namespace
+}  // namespace cuda::pairs
 
 size_t sdm_pairs_workspace(const SdmDims& dims, const SdmWindow& window) {
-  return carve_workspace(dims, window, nullptr).bytes;
+  return cuda::pairs::carve_workspace(dims, window, nullptr).bytes;
 }
 
 cudaError_t launch_sdm_pairs(
@@ -149,6 +149,7 @@ cudaError_t launch_sdm_pairs(
     void* workspace,
     cudaStream_t stream
 ) {
+  using namespace cuda::pairs;
   const SdmDims& dims = inputs.dims;
   const int64_t num_q = records.num_q;
   const int64_t lanes = dims.C * (dims.W + dims.R);
