@@ -15,13 +15,17 @@ BUILD := $(PY) tools/dev_build.py --jobs $(JOBS)
 REPO := org/sparse-delta-memory=$(CURDIR)
 WORKERS ?= 2
 
-.PHONY: demo test build build-cuda lint bench clean
+.PHONY: demo test test-cuda-units build build-cuda lint bench clean
 
 demo: build
 	LOCAL_KERNELS="$(REPO)" $(PY) examples/byte_lm.py
 
 test: build
 	LOCAL_KERNELS="$(REPO)" $(PY) -m pytest -n $(WORKERS)
+
+# Parts of the CUDA kernels by themselves, on a machine with a GPU and nvcc.
+test-cuda-units: build
+	LOCAL_KERNELS="$(REPO)" $(PY) -m pytest -s -n 0 tests/test_cuda_units.py
 
 build: $(READY)
 	$(BUILD)
@@ -44,7 +48,7 @@ bench: build
 clean:
 	rm -rf build _cmake_build
 
-$(VENV)/.ready: requirements.txt requirements-dev.txt
+$(VENV)/.ready: requirements.txt requirements-dev.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@

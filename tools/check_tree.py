@@ -31,6 +31,8 @@ LAYERS = {
     "topk": {"common", "cpu", "cuda", "topk"},
     "kda": {"common", "cpu", "cuda", "kda"},
     "torch-ext": {"common", "cpu", "cuda", "sdm", "topk", "kda", "torch-ext"},
+    # Programs that test kernels without torch.
+    "tests": {"common", "cpu", "cuda", "sdm", "topk", "kda", "tests"},
 }
 STABLE_TORCH = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 TORCH_HEADER = re.compile(r"^(torch/|ATen/|c10/|Python\.h$)")
@@ -72,11 +74,12 @@ def check_lists(problems: list[str]) -> None:
 
 def layer_of(name: str) -> str:
     parts = name.split("/")
-    return parts[0] if parts[0] == "torch-ext" else parts[1]
+    return parts[1] if parts[0] == "sdm_kernels" else parts[0]
 
 
 def check_cxx(name: str, text: str, problems: list[str]) -> None:
     in_kernels = name.startswith("sdm_kernels/")
+    in_tests = name.startswith("tests/")
     folders = name.split("/")[:-1]
     layer = layer_of(name)
     if layer not in LAYERS:
@@ -95,11 +98,12 @@ def check_cxx(name: str, text: str, problems: list[str]) -> None:
             elif "cpu" in folders and "/cuda/" in header:
                 problems.append(f"{name}: CPU code must not include {header}")
             continue
-        if in_kernels and TORCH_HEADER.match(header):
-            problems.append(f"{name}: no torch or Python header under sdm_kernels/: <{header}>")
+        if (in_kernels or in_tests) and TORCH_HEADER.match(header):
+            problems.append(f"{name}: no torch or Python header in kernels and tests: <{header}>")
         if TORCH_HEADER.match(header) and not header.startswith((*STABLE_TORCH, "Python.h")):
             problems.append(f"{name}: <{header}> is not part of the stable ABI")
-        if CUDA_HEADER.match(header) and "cuda" not in folders and name not in MAY_NAME_CUDA:
+        names_cuda = CUDA_HEADER.match(header) and "cuda" not in folders and not in_tests
+        if names_cuda and name not in MAY_NAME_CUDA:
             problems.append(f"{name}: CUDA header <{header}> outside a cuda/ folder")
         if header in STREAMS:
             problems.append(f"{name}: no streams (<{header}>): they tie the library to one runtime")
@@ -109,7 +113,7 @@ def check_cxx(name: str, text: str, problems: list[str]) -> None:
         problems.append(f"{name}: threads only through ParallelFor, not OpenMP")
     if "STD_TORCH_CHECK" in text:
         problems.append(f"{name}: check() of torch_util.h instead of STD_TORCH_CHECK (a stream)")
-    if re.search(r"^using namespace", text, re.M):
+    if not in_tests and re.search(r"^using namespace", text, re.M):
         problems.append(f"{name}: no using namespace at file scope")
 
 
@@ -161,7 +165,9 @@ def main() -> int:
             continue
         text = (ROOT / name).read_text(encoding="utf-8")
         check_text(name, text, problems)
-        if name.startswith(("sdm_kernels/", "torch-ext/")) and name.endswith(sources.SOURCE):
+        if name.startswith(("sdm_kernels/", "torch-ext/", "tests/")) and name.endswith(
+            sources.SOURCE
+        ):
             check_cxx(name, text, problems)
         if name.startswith("torch-ext/") and name.endswith(".py"):
             check_package_module(name, text, problems)
