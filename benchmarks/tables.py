@@ -4,6 +4,7 @@
 python benchmarks/tables.py FILE                    prints them
 python benchmarks/tables.py FILE --into PAGE NAME   puts them between `<!-- NAME -->` and
                                                     `<!-- /NAME -->` of a page
+--brief                                             only the kernel's medians against eager
 """
 
 import argparse
@@ -51,6 +52,23 @@ def time_table(records):
             row[1] += f" ({record['items_per_s']:,.0f} rows/s)"
         rows.append(row)
     return rows_to_markdown(head, rows)
+
+
+def brief_table(report):
+    """The kernel against the eager yardsticks, one line each."""
+    records = report["results"]
+    head = ["shape", "what", "median", "than eager", "than eager bags"]
+    rows = []
+    for record in records:
+        if record["who"].startswith("kernel") and "median_ms" in record:
+            detail = record["who"].partition(", ")[2]
+            what = record["op"] + (f", {detail}" if detail else "")
+            ratios = [speedup(record, records, style) for style in ("eager", "eager bags")]
+            rows.append([record["shape"], what, time_of(record["median_ms"]), *ratios])
+    facts = report["machine"]
+    threads = " or ".join(str(n) for n in sorted({r["threads"] for r in records if r["threads"]}))
+    where = facts.get("gpu") or f"{facts['cpu']}, threads: {threads}"
+    return f"{where}, torch {facts['torch']}:\n\n{rows_to_markdown(head, rows)}"
 
 
 def memory_table(records):
@@ -104,9 +122,11 @@ def put_into(page, name, text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--brief", action="store_true")
     parser.add_argument("--into", nargs=2, metavar=("PAGE", "NAME"))
     options = parser.parse_args()
-    text = markdown(json.loads(options.file.read_text()))
+    report = json.loads(options.file.read_text())
+    text = brief_table(report) if options.brief else markdown(report)
     if options.into:
         put_into(Path(options.into[0]), options.into[1], text)
     else:
