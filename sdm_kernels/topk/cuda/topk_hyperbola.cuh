@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file The pairs of ranks (i, j) with (i + 1) * (j + 1) <= c: candidates of the warp kernel.
+//!
+//! One table per upper limit of c, in row order: lanes next to each other then read scores that are
+//! next to each other. An entry is i | j << 8 | ((i + 1) * (j + 1) - 1) << 16, so that a smaller c
+//! takes the entries below c << 16.
+#pragma once
+
+#include <cstdint>
+
+#include "sdm_kernels/topk/cuda/topk_device.cuh"
+
+namespace sdm::topk {
+
+constexpr int count_pairs(int limit) {
+  int count = 0;
+  for (int i = 1; i <= limit; ++i) {
+    count += limit / i;
+  }
+  return count;
+}
+
+template <int kLimit>
+struct Hyperbola {
+  // Per lane; entries behind the last pair are beyond every c.
+  static constexpr int kPerLane = (count_pairs(kLimit) + kWarp - 1) / kWarp;
+
+  uint32_t entries[kPerLane * kWarp];
+};
+
+template <int kLimit>
+constexpr Hyperbola<kLimit> make_hyperbola() {
+  Hyperbola<kLimit> table{};
+  int at = 0;
+  for (int i = 1; i <= kLimit; ++i) {
+    for (int j = 1; i * j <= kLimit; ++j) {
+      table.entries[at++] = static_cast<uint32_t>((i - 1) | (j - 1) << 8 | (i * j - 1) << 16);
+    }
+  }
+  for (; at < Hyperbola<kLimit>::kPerLane * kWarp; ++at) {
+    table.entries[at] = 0xffff0000u;
+  }
+  return table;
+}
+
+const __device__ Hyperbola<32> g_hyperbola_32 = make_hyperbola<32>();
+const __device__ Hyperbola<64> g_hyperbola_64 = make_hyperbola<64>();
+const __device__ Hyperbola<128> g_hyperbola_128 = make_hyperbola<128>();
+const __device__ Hyperbola<256> g_hyperbola_256 = make_hyperbola<256>();
+
+template <int kLimit>
+__device__ const __forceinline__ uint32_t* hyperbola() {
+  if constexpr (kLimit == 32) {
+    return g_hyperbola_32.entries;
+  } else if constexpr (kLimit == 64) {
+    return g_hyperbola_64.entries;
+  } else if constexpr (kLimit == 128) {
+    return g_hyperbola_128.entries;
+  } else {
+    static_assert(kLimit == 256);
+    return g_hyperbola_256.entries;
+  }
+}
+
+__device__ __forceinline__ int pair_first(uint32_t entry) {
+  return static_cast<int>(entry & 0xffu);
+}
+
+__device__ __forceinline__ int pair_second(uint32_t entry) {
+  return static_cast<int>((entry >> 8) & 0xffu);
+}
+
+}  // namespace sdm::topk
