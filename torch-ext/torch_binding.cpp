@@ -48,6 +48,8 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, ops) {
 
 #ifdef CUDA_KERNEL
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, ops) {
+  ops.impl("product_key_topk_fwd", TORCH_BOX(&sdm::ext::product_key_topk_fwd_cuda));
+  ops.impl("product_key_topk_bwd", TORCH_BOX(&sdm::ext::product_key_topk_bwd_cuda));
   ops.impl("sdm_chunk_fwd", TORCH_BOX(&sdm::ext::sdm_chunk_fwd_cuda));
   ops.impl("sdm_chunk_bwd", TORCH_BOX(&sdm::ext::sdm_chunk_bwd_cuda));
   ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk_cuda));

@@ -25,6 +25,18 @@ Tensor product_key_topk_bwd_cpu(
     const Tensor& d_values, const Tensor& indices, const std::vector<int64_t>& factor_dims
 );
 
+#ifdef CUDA_KERNEL
+// The same on CUDA (topk_torch_cuda.cpp).
+
+std::tuple<Tensor, Tensor> product_key_topk_fwd_cuda(
+    const Tensor& scores, const std::vector<int64_t>& factor_dims, int64_t k
+);
+
+Tensor product_key_topk_bwd_cuda(
+    const Tensor& d_values, const Tensor& indices, const std::vector<int64_t>& factor_dims
+);
+#endif
+
 // Sparse delta memory (sdm_torch.cpp).
 
 // Returns out, final_state, errors, saved_rows, row_scales.

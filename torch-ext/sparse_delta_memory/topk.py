@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _topk_ops  # noqa: F401  registers the fake implementations and the autograd formulas
-from ._checks import FLOATING, check_dtype, check_tensor
+from ._checks import FLOATING, check_backend, check_dtype, check_tensor
 from ._ops import ops
 
 _FUNC = "product_key_topk"
@@ -16,6 +16,9 @@ _MAX_K = 1024
 
 # Columns are 32-bit inside a factor, with room for a vector behind the last one.
 _MAX_WIDTH = 2**31 - 64
+
+# What the parameters of a CUDA kernel hold.
+_MAX_CUDA_FACTORS = 512
 
 
 def product_key_topk(scores: Tensor, factor_dims: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +61,8 @@ def product_key_topk(scores: Tensor, factor_dims: Sequence[int], k: int) -> tupl
     Determinism: the same bits from run to run, for any number of threads, any instruction set and
     any other rows in the call; forward and backward.
 
-    Support: CPU. TypeError and ValueError name the argument that is wrong.
+    Support: CPU and CUDA (float32, bfloat16, float16 and at most 512 factors; NotImplementedError
+    otherwise). TypeError and ValueError name the argument that is wrong.
 
     ``torch.compile``: one graph, also with dynamic leading dimensions. CUDA graphs: no
     synchronisation, no dependence on values. Autocast: the dtype of ``scores`` decides.
@@ -81,6 +85,7 @@ def _check_arguments(scores: Tensor, factor_dims: Sequence[int], k: int) -> list
     """Raise on wrong arguments; return factor_dims as a list."""
     check_tensor(_FUNC, "scores", scores)
     check_dtype(_FUNC, "scores", scores, FLOATING)
+    check_backend(_FUNC, "scores", scores)
     if isinstance(factor_dims, (str, bytes, Tensor)) or not isinstance(factor_dims, Sequence):
         raise TypeError(
             f"{_FUNC}: factor_dims must be a sequence of ints, got {type(factor_dims).__name__}"
@@ -108,6 +113,11 @@ def _check_arguments(scores: Tensor, factor_dims: Sequence[int], k: int) -> list
         raise ValueError(
             f"{_FUNC}: scores must be [..., {sum(dims)}] (the sum of factor_dims), "
             f"got shape {list(scores.shape)}"
+        )
+    if scores.is_cuda and len(dims) > _MAX_CUDA_FACTORS:
+        raise NotImplementedError(
+            f"{_FUNC}: factor_dims must have at most {_MAX_CUDA_FACTORS} factors on CUDA, "
+            f"got {len(dims)}"
         )
     return dims
 
