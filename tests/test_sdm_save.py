@@ -51,6 +51,26 @@ def test_replay_over_several_segments(sdm, device, short_segments, chunks, lengt
         assert_same_bits(replay, rows)
 
 
+@pytest.mark.parametrize("save", ["replay", "rows", *LOSSY])
+@pytest.mark.parametrize("dim", [12, 64, 128, 200, 256, 300])
+def test_few_tokens_in_a_large_bank(sdm, device, short_segments, save, dim):
+    """Most rows are never touched, and a row is as wide as, or wider than, what is worked on."""
+    short_segments(2)
+    large = LONG.but(T=40, S=700, D=dim, W=3, R=3, ids="any", bank_per_sequence=True)
+    for case in (large, large.but(lengths=(9, 0, 31)), large.but(bank_dtype=BF16)):
+        inputs = make(case, device)
+        got = results(sdm.chunk_sdm, inputs, chunk_size=8, save=save)
+        expected = results(sdm.chunk_sdm, inputs, chunk_size=8, save="rows")
+        names = EXACT_IN_LOSSY if save in LOSSY else expected
+        assert_same_bits({n: got[n] for n in names}, {n: expected[n] for n in names})
+        bank = inputs.initial_state.clone()
+        out = sdm.chunk_sdm_(bank, *inputs.tokens(), cu_seqlens=inputs.cu_seqlens, chunk_size=8)
+        assert_same_bits(
+            {"out": out, "final_state": bank}, {n: got[n] for n in ("out", "final_state")}
+        )
+    check_case(sdm, large.but(save=save) if save not in LOSSY else large, device)
+
+
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 24, 25, 32, 33, 64])
 def test_replay_around_segment_ends(sdm, device, short_segments, length):
     short_segments(2)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Backward driver: streams in groups, segments of chunks from last to first.
 //!
-//! A segment's entries are built anew, one chunk a thread. With bank checkpoints (replay) the bank
-//! at the segment's start is copied and the row updates run once more, which is exact, and the old
-//! rows are kept for the segment only; in the rows modes they come from the forward. Then every
-//! (stream, slice) walks the chunks backwards, and the gradients of weights and gates follow, one
-//! chunk a thread. Memory besides the results: per stream of the group a bank, its gradient and one
-//! segment of rows. Compiled per instruction set.
+//! A segment's entries are built anew, one chunk a thread. With bank checkpoints (replay) the row
+//! updates run once more, which is exact, and the rows they make are kept for the segment only; in
+//! the rows modes the forward kept the rows. Then every (stream, slice) walks the chunks backwards,
+//! and the gradients of weights and gates follow, one chunk a thread. Memory besides the results:
+//! per stream of the group one segment of rows, and a gradient where the result cannot hold it.
+//! Compiled per instruction set.
 
 namespace sdm {
 namespace SDM_ISA {
@@ -30,12 +30,16 @@ class BackwardRun {
       return Status::kOk;
     }
     replay_ = p_.saved.mode == SdmSave::kReplay;
-    slices_ = ceil_div(dims_.D, kSliceColumns);
     int64_t max_chunks = 1;
+    bool even = true;
     for (const SdmSequence& sequence : sequences_) {
       max_chunks = std::max(max_chunks, sequence.num_chunks);
+      even = even && sequence.num_chunks == sequences_[0].num_chunks;
     }
-    const WorkShape shape = choose_work(parallel_, num_streams, slices_, max_chunks);
+    const WorkShape shape =
+        choose_work(parallel_, num_streams, dims_.D, kTileColumns, max_chunks, even);
+    slice_columns_ = shape.columns;
+    slices_ = ceil_div(dims_.D, slice_columns_);
     group_streams_ = shape.streams;
     segment_chunks_ = replay_ ? std::min(p_.saved.segment_chunks, max_chunks) : shape.chunks;
     if (!allocate()) {
@@ -61,8 +65,6 @@ class BackwardRun {
   int64_t num_segments(int64_t stream) const {
     return ceil_div(sequence_of(stream).num_chunks, segment_chunks_);
   }
-
-  BankRows<S> bank(int64_t stream) const { return {banks_ + stream * bank_elements(), dims_.D}; }
 
   // A stream's gradient lives in the result itself where that has the compute type and one owner.
   bool direct_gradient() const {
@@ -105,7 +107,6 @@ class BackwardRun {
 
   int64_t carve(void* data) {
     cpu::Carver carver(data);
-    banks_ = carver.take<S>(group_streams_ * bank_elements());
     grads_ = direct_gradient() ? nullptr : carver.take<Acc>(group_streams_ * bank_elements());
     shared_sum_ = needs_shared_sum() && !std::is_same_v<S, Acc>
                       ? carver.take<Acc>(dims_.H * bank_elements())
@@ -113,20 +114,22 @@ class BackwardRun {
     chunk_rows_ = rows_of_chunk(dims_, dims_.C);
     rows_ = replay_ ? carver.take<S>(group_streams_ * segment_chunks_ * chunk_rows_ * dims_.D)
                     : nullptr;
+    newest_ = carver.take<int64_t>(group_streams_ * dims_.S);
     for (size_t i = 0; i < entries_.size(); ++i) {
       carve_entries(&carver, dims_, &entries_[i]);
-      dots_[i] = carve_dots<Acc>(&carver, dims_, slices_);
+      dots_[i] = carve_dots<Acc>(&carver, dims_, ceil_div(dims_.D, kTileColumns));
     }
     for (size_t i = 0; i < sorters_.size(); ++i) {
       sorters_[i] = carve_sorter(&carver, dims_);
-      scratch_[i] = carve_bwd_scratch<Acc>(&carver, dims_);
+      scratch_[i] = carve_bwd_scratch<Acc>(&carver, dims_, slice_columns_);
       pair_scratch_[i] = carve_pair_scratch<Acc>(&carver, dims_);
     }
     return carver.used();
   }
 
+  // The start of the sum over sequences; also the whole result if there are none.
   void clear_initial_gradient() {
-    if (p_.d_initial != nullptr && p_.shared_bank) {
+    if (p_.d_initial != nullptr && p_.shared_bank && !direct_gradient()) {
       std::memset(p_.d_initial, 0, sizeof(S) * static_cast<size_t>(dims_.H * bank_elements()));
     }
   }
@@ -206,23 +209,23 @@ class BackwardRun {
     );
   }
 
-  void load_banks(int64_t round) {
-    for_each_bank_piece([&](int64_t stream, int64_t begin, int64_t end) {
-      const int64_t segment = num_segments(stream) - 1 - round;
-      if (segment < 0 || (!replay_ && round > 0)) {
-        return;
-      }
-      BankRows<S> from;
-      if (replay_ && segment > 0) {
-        const int64_t index = sequence_of(stream).first_checkpoint + segment - 1;
-        from.data =
-            static_cast<S*>(p_.saved.rows) + (index * dims_.H + head_of(stream)) * bank_elements();
-        from.stride = dims_.D;
-      } else {
-        from = bank_of_stream<S>(p_.bank, (first_ + stream) / dims_.H, head_of(stream));
-      }
-      copy_bank(from, bank(stream), begin, end, 0, dims_.D);
-    });
+  // The rows of a stream in this round: kept ones over the bank at the segment's start (replay), or
+  // over the bank at the end.
+  KeptBank<S> bank(int64_t stream, int64_t round) const {
+    const int64_t segment = num_segments(stream) - 1 - round;
+    BankRows<S> base;
+    if (replay_ && segment > 0) {
+      const int64_t index = sequence_of(stream).first_checkpoint + segment - 1;
+      base.data =
+          static_cast<S*>(p_.saved.rows) + (index * dims_.H + head_of(stream)) * bank_elements();
+      base.stride = dims_.D;
+    } else {
+      base = bank_of_stream<S>(p_.bank, (first_ + stream) / dims_.H, head_of(stream));
+    }
+    const SdmSave mode = replay_ ? SdmSave::kRows : p_.saved.mode;
+    return {
+        base, replay_ ? &replay_rows_ : &p_.saved, saved_row_bytes(mode, p_.bank_dtype, dims_.D)
+    };
   }
 
   // Chunks [begin, end) of a stream in this round; empty when it has no segment left.
@@ -237,15 +240,29 @@ class BackwardRun {
     return static_cast<size_t>(stream * segment_chunks_ + chunk_in_segment);
   }
 
-  // The saved rows of one chunk: this call's scratch for replay, the forward's tensor otherwise.
-  ChunkRows chunk_rows(int64_t stream, int64_t chunk, int64_t chunk_in_segment) const {
-    if (replay_) {
-      const int64_t first = (stream * segment_chunks_ + chunk_in_segment) * chunk_rows_;
-      return {&replay_rows_, first, dims_.D * static_cast<int64_t>(sizeof(S)), 0};
+  // First kept row of a chunk: in this call's memory for replay, the forward's tensor otherwise.
+  int64_t first_row(int64_t stream, int64_t chunk, int64_t chunk_in_segment) const {
+    return replay_ ? (stream * segment_chunks_ + chunk_in_segment) * chunk_rows_
+                   : head_of(stream) * p_.saved.rows_per_head + sequence_of(stream).first_row +
+                         chunk * chunk_rows_;
+  }
+
+  // Finds the bank row of every group of the round.
+  void find_rows(int64_t stream, int64_t round) {
+    int64_t begin, end;
+    segment_of(stream, round, &begin, &end);
+    int64_t* newest = newest_ + stream * dims_.S;
+    if (replay_ || round == 0) {
+      std::memset(newest, 0xff, sizeof(int64_t) * static_cast<size_t>(dims_.S));  // all -1
     }
-    const int64_t first = head_of(stream) * p_.saved.rows_per_head + sequence_of(stream).first_row +
-                          chunk * chunk_rows_;
-    return {&p_.saved, first, saved_row_bytes(p_.saved.mode, p_.bank_dtype, dims_.D), 0};
+    for (int64_t chunk = begin; replay_ && chunk < end; ++chunk) {
+      const int64_t k = chunk - begin;
+      find_made_rows(first_row(stream, chunk, k), newest, &entries_[chunk_index(stream, k)]);
+    }
+    for (int64_t chunk = end - 1; !replay_ && chunk >= begin; --chunk) {
+      const int64_t k = chunk - begin;
+      find_replaced_rows(first_row(stream, chunk, k), newest, &entries_[chunk_index(stream, k)]);
+    }
   }
 
   // f(worker, stream, chunk, chunk in segment) for every chunk of the round, in any order.
@@ -262,29 +279,27 @@ class BackwardRun {
     });
   }
 
-  void walk(int64_t worker, int64_t stream, const Slice& slice, int64_t begin, int64_t end) {
+  void walk(int64_t worker, int64_t stream, int64_t round, const Slice& slice) {
+    int64_t begin, end;
+    segment_of(stream, round, &begin, &end);
+    if (begin == end) {
+      return;
+    }
+    const BwdScratch<Acc>& scratch = scratch_[static_cast<size_t>(worker)];
+    const KeptBank<S> rows = bank(stream, round);
     const int64_t errors_ld = dims_.H * dims_.D;
-    const auto index = [&](int64_t chunk) { return chunk_index(stream, chunk - begin); };
-    for (int64_t chunk = begin; replay_ && chunk < end; ++chunk) {
-      const ChunkEntries<Acc>& e = entries_[index(chunk)];
+    // nobody asks for the bank after the last chunk
+    for (int64_t chunk = begin; replay_ && chunk < end - 1; ++chunk) {
+      const ChunkEntries<Acc>& e = entries_[chunk_index(stream, chunk - begin)];
       const ChunkPlace& place = e.place;
       const int64_t token = (place.batch * dims_.T + place.token) * dims_.H + place.head;
       const Acc* errors = static_cast<const Acc*>(p_.saved.errors) + token * dims_.D + slice.c0;
-      update_rows(
-          e, bank(stream), slice, errors, errors_ld, chunk_rows(stream, chunk, chunk - begin)
-      );
+      const int64_t first = first_row(stream, chunk, chunk - begin);
+      replay_updates(e, rows, slice, errors, errors_ld, first);
     }
     for (int64_t chunk = end - 1; chunk >= begin; --chunk) {
-      backward_chunk(
-          p_,
-          entries_[index(chunk)],
-          bank(stream),
-          grad(stream),
-          slice,
-          chunk_rows(stream, chunk, chunk - begin),
-          dots_[index(chunk)],
-          scratch_[static_cast<size_t>(worker)]
-      );
+      const size_t at = chunk_index(stream, chunk - begin);
+      backward_chunk(p_, entries_[at], rows, grad(stream), slice, dots_[at], scratch);
     }
   }
 
@@ -296,22 +311,23 @@ class BackwardRun {
       rounds = std::max(rounds, num_segments(stream));
     }
     for (int64_t round = 0; round < rounds; ++round) {
-      load_banks(round);
       for_each_chunk(round, [&](size_t worker, int64_t stream, int64_t chunk, int64_t k) {
         const ChunkPlace place = chunk_place(sequence_of(stream), head_of(stream), chunk, dims_.C);
         build_entries(
             dims_, p_.tokens, place, true, &sorters_[worker], &entries_[chunk_index(stream, k)]
         );
       });
+      cpu::for_each_item(parallel_, count_, [&](int64_t, int64_t stream) {
+        find_rows(stream, round);
+      });
       cpu::for_each_item(parallel_, count_ * slices_, [&](int64_t worker, int64_t item) {
-        const int64_t stream = item / slices_;
-        int64_t begin, end;
-        segment_of(stream, round, &begin, &end);
-        walk(worker, stream, make_slice<Acc>(item % slices_, kSliceColumns, dims_.D), begin, end);
+        const Slice slice = make_slice<Acc>(item % slices_, slice_columns_, dims_.D);
+        walk(worker, item / slices_, round, slice);
       });
       for_each_chunk(round, [&](size_t worker, int64_t stream, int64_t, int64_t k) {
         const size_t at = chunk_index(stream, k);
-        finish_chunk(p_, entries_[at], dots_[at], slices_, &pair_scratch_[worker]);
+        const int64_t tiles = ceil_div(dims_.D, kTileColumns);
+        finish_chunk(p_, entries_[at], dots_[at], tiles, &pair_scratch_[worker]);
       });
     }
     finish_gradients();
@@ -324,6 +340,7 @@ class BackwardRun {
   const std::vector<SdmSequence>& sequences_;
   const cpu::ParallelFor& parallel_;
   bool replay_ = false;
+  int64_t slice_columns_ = 1;
   int64_t slices_ = 1;
   int64_t group_streams_ = 1;
   int64_t segment_chunks_ = 1;
@@ -331,10 +348,10 @@ class BackwardRun {
   int64_t first_ = 0;       // the group's first stream
   int64_t count_ = 0;       // its streams
   std::unique_ptr<cpu::Block> block_;
-  S* banks_ = nullptr;         // [group, S, D]
   Acc* grads_ = nullptr;       // [group, S, D], unless the result holds them
   Acc* shared_sum_ = nullptr;  // [H, S, D], for a shared bank below float
   S* rows_ = nullptr;          // [group, segment, chunk rows, D], replay
+  int64_t* newest_ = nullptr;  // [group, S], of the kept rows of a slot
   SdmSaved replay_rows_{};
   std::vector<ChunkEntries<Acc>> entries_;
   std::vector<ChunkDots<Acc>> dots_;

@@ -28,6 +28,8 @@ struct ChunkEntries {
   int32_t* group_begin;       // [n + 1], first entry; its writes come first
   int32_t* group_num_writes;  // [n]
   Acc* group_decay;           // [n], product of d over the whole group
+  uint8_t* group_fresh;       // [n], forward: 1 where no earlier chunk wrote the row
+  int64_t* group_row;         // [n], backward: the row that holds the slot at the chunk's start
   int32_t* row;               // [n], token of a write, C + token of a read
   Acc* weight;                // [n], k * before or q * before
   Acc* post;                  // [n], writes: k * after * beta
@@ -50,6 +52,8 @@ void carve_entries(cpu::Carver* carver, const SdmDims& dims, ChunkEntries<Acc>* 
   e->group_begin = carver->take<int32_t>(n + 1);
   e->group_num_writes = carver->take<int32_t>(n);
   e->group_decay = carver->take<Acc>(n);
+  e->group_fresh = carver->take<uint8_t>(n);
+  e->group_row = carver->take<int64_t>(n);
   e->row = carver->take<int32_t>(n);
   e->weight = carver->take<Acc>(n);
   e->post = carver->take<Acc>(n);
@@ -279,6 +283,7 @@ void build_entries(
     e->group_begin[groups] = static_cast<int32_t>(begin);
     e->group_num_writes[groups] = static_cast<int32_t>(mid - begin);
     e->group_decay[groups] = static_cast<Acc>(mid > begin ? e->before[mid - 1] : 1.0);
+    e->group_fresh[groups] = 0;
     ++groups;
   }
   e->group_begin[groups] = static_cast<int32_t>(n);

@@ -117,12 +117,12 @@ void wanted_dots(
   }
 }
 
-// Adds the parts of the slices, in slice order.
+// Adds the parts of the tiles, in order.
 template <typename Acc>
-SDM_INLINE double sum_slices(const Acc* parts, int64_t at, int64_t n, int64_t slices) {
+SDM_INLINE double sum_tiles(const Acc* parts, int64_t at, int64_t n, int64_t tiles) {
   double total = 0.0;
-  for (int64_t slice = 0; slice < slices; ++slice) {
-    total += parts[slice * n + at];
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    total += parts[tile * n + at];
   }
   return total;
 }
@@ -197,7 +197,7 @@ void finish_chunk(
     const SdmBwdParams& p,
     const ChunkEntries<Acc>& e,
     const ChunkDots<Acc>& dots,
-    int64_t slices,
+    int64_t tiles,
     PairScratch<Acc>* s
 ) {
   const SdmDims& dims = p.dims;
@@ -255,8 +255,8 @@ void finish_chunk(
     for (int64_t w = begin; w < mid; ++w) {
       const int64_t i = e.row[w];
       const double k = e.value[w];
-      const double error_grad = sum_slices(dots.error_grad, w, n, slices) * e.after[w];
-      const double through_before = -sum_slices(dots.row, w, n, slices) * e.before[w];
+      const double error_grad = sum_tiles(dots.error_grad, w, n, tiles) * e.after[w];
+      const double through_before = -sum_tiles(dots.row, w, n, tiles) * e.before[w];
       const double through_after = e.beta[i] * error_grad;
       s->d_beta[i] += k * error_grad;
       s->d_before[w] += k * through_before;
@@ -265,13 +265,13 @@ void finish_chunk(
       store_scalar(p.d_write_val, p.tokens.write_val.dtype, place_of(e.lane[w], W), d_k);
     }
     for (int64_t r = mid; r < e.group_begin[g + 1]; ++r) {
-      const double through_before = sum_slices(dots.row, r, n, slices) * e.before[r];
+      const double through_before = sum_tiles(dots.row, r, n, tiles) * e.before[r];
       s->d_before[r] += e.value[r] * through_before;
       const double d_q = s->d_value[r] + through_before;
       store_scalar(p.d_read_val, p.tokens.read_val.dtype, place_of(e.lane[r], R), d_q);
     }
     if (mid > begin) {
-      const double d_decay = e.group_decay[g] * sum_slices(dots.decay, g, n, slices);
+      const double d_decay = e.group_decay[g] * sum_tiles(dots.decay, g, n, tiles);
       gate_gradients(e, g, C, d_decay, s, [&](int64_t w, double d_gate) {
         if (dims.gate_per_write) {
           store_scalar(p.d_g, p.tokens.g.dtype, place_of(e.lane[w], W), d_gate);

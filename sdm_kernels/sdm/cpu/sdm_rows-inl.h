@@ -1,19 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Work on pieces of rows: typed loads and stores, the saved forms of a bank row, and the
-//! triangular products of a chunk. A slice is up to kSliceColumns columns of D; every column goes
-//! through the same operations in the same order whatever the slice.
+//! triangular products of a chunk. A slice is some tiles of D; every column goes through the same
+//! operations in the same order whatever the slice.
 //!
 //! Compiled per instruction set.
 
 namespace sdm {
 namespace SDM_ISA {
 
-// Columns that one thread carries through a chunk. The accumulators of a chunk of 64 tokens then
-// stay in a core's second-level cache and a row piece is 512 bytes of a float32 bank.
-constexpr int64_t kSliceColumns = 128;
+// Columns that stay in registers together. Dot products of rows are summed inside a tile; the parts
+// of the tiles are added in order.
+constexpr int64_t kTileColumns = 128;
 
 // Groups whose rows are fetched ahead of use.
 constexpr int64_t kPrefetchGroups = 6;
+
+// A loop over vectors that are to stay in registers.
+#if defined(__clang__)
+#define SDM_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define SDM_UNROLL _Pragma("GCC unroll 8")
+#endif
+
+// Calls f(vectors, c, n) for the tiles [c, c + n) of `width` columns. The type of `vectors` has the
+// number of vectors as a constant where the tile fits into the registers, so that a row is loaded
+// once for all tokens that touch it, and 0 for any other width. The operations and their order are
+// the same either way.
+template <typename Acc, typename F>
+SDM_INLINE void for_each_tile(int64_t width, F&& f) {
+  for (int64_t c = 0; c < width; c += kTileColumns) {
+    const int64_t n = width - c < kTileColumns ? width - c : kTileColumns;
+    if (n == 8 * kLanes<Acc>) {
+      f(std::integral_constant<int, 8>{}, c, n);
+    } else if (n == 4 * kLanes<Acc>) {
+      f(std::integral_constant<int, 4>{}, c, n);
+    } else {
+      f(std::integral_constant<int, 0>{}, c, n);
+    }
+  }
+}
 
 SDM_INLINE void prefetch_row(const void* row, int64_t bytes) {
   const char* p = static_cast<const char*>(row);

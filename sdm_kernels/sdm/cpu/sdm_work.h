@@ -11,21 +11,37 @@
 namespace sdm {
 
 struct WorkShape {
+  int64_t columns;  // of D that one thread carries through the chunks
   int64_t streams;  // streams in a group
   int64_t chunks;   // chunks of each in a window
 };
 
-// Enough streams that slices keep the threads busy, enough chunks that their entries do.
+// Enough streams that slices keep the threads busy, enough chunks that their entries do. Slices are
+// `least` columns or a multiple: memory likes long pieces of rows, but the token rows of a chunk
+// should stay in a core's second-level cache. `even`: all sequences have equally many chunks.
 inline WorkShape choose_work(
-    const cpu::ParallelFor& parallel, int64_t num_streams, int64_t slices, int64_t max_chunks
+    const cpu::ParallelFor& parallel,
+    int64_t num_streams,
+    int64_t D,
+    int64_t least,
+    int64_t max_chunks,
+    bool even
 ) {
-  constexpr int64_t kItemsPerThread = 2;  // evens out threads of different speed
-  const int64_t wanted = parallel.num_threads == 1 ? 1 : kItemsPerThread * parallel.num_threads;
-  const int64_t streams = std::min(num_streams, ceil_div(wanted, slices));
+  constexpr int64_t kLongPiece = 256;
+  const int64_t wide = std::max(least, kLongPiece / least * least);
+  const int64_t threads = parallel.num_threads;
+  const int64_t wide_items = num_streams * ceil_div(D, wide);
+  int64_t columns = least;
+  int64_t wanted = 2 * threads;  // two items a thread even out items of different length
+  if (threads == 1 || (even && wide_items % threads == 0)) {
+    columns = wide;
+    wanted = threads;
+  }
+  const int64_t streams = std::min(num_streams, ceil_div(wanted, ceil_div(D, columns)));
   constexpr int64_t kMaxChunks = 16;
   const int64_t chunks =
       std::min({max_chunks, std::max<int64_t>(2, ceil_div(wanted, streams)), kMaxChunks});
-  return {streams, std::max<int64_t>(1, chunks)};
+  return {columns, streams, std::max<int64_t>(1, chunks)};
 }
 
 }  // namespace sdm
