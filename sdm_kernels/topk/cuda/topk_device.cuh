@@ -65,6 +65,7 @@ struct DeviceFwdParams {
   const void* scores;  // rows of num_columns, dense
   void* values;        // [num_rows, num_selected]
   void* indices;       // [num_rows, num_selected]
+  int64_t first_row;   // of this launch
   int64_t num_rows;
   int32_t num_selected;  // kk
   int32_t num_factors;   // F

@@ -18,9 +18,15 @@ namespace {
 template <typename T, int kCols, int kSelect>
 cudaError_t launch_pair(const topk::DeviceFwdParams& params, cudaStream_t stream) {
   using Traits = topk::PairTraits<T, kCols, kSelect>;
-  const unsigned int grid = topk::grid_size(ceil_div(params.num_rows, topk::kPairWarps));
-  topk::topk_pair_kernel<Traits><<<grid, topk::kPairWarps * topk::kWarp, 0, stream>>>(params);
-  return cudaGetLastError();
+  // A block per row, so more rows than a grid has blocks take several launches.
+  topk::DeviceFwdParams part = params;
+  cudaError_t error = cudaSuccess;
+  for (; error == cudaSuccess && part.first_row < part.num_rows; part.first_row += INT32_MAX) {
+    const unsigned int grid = topk::grid_size(part.num_rows - part.first_row);
+    topk::topk_pair_kernel<Traits><<<grid, topk::kWarp, 0, stream>>>(part);
+    error = cudaGetLastError();
+  }
+  return error;
 }
 
 template <typename T, int kCols>
