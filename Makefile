@@ -17,6 +17,8 @@ WORKERS ?= 2
 
 .PHONY: demo test test-cuda-units build build-cuda lint bench clean
 
+# Waiting threads sleep: beside other programs, spinning ones make the demo several times slower.
+demo: export OMP_WAIT_POLICY ?= passive
 demo: build
 	LOCAL_KERNELS="$(REPO)" $(PY) examples/byte_lm.py
 
