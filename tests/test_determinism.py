@@ -9,12 +9,13 @@ from .helpers.compare import assert_same_bits
 from .helpers.grads import results, weights_like
 from .helpers.memory import run_python
 
-CASE = Case("bits", B=3, T=70, H=4, S=40, D=24, W=5, R=3, chunk=16, bank_per_sequence=True)
+# Large enough that threads are woken, columns for each way to walk a row.
+CASE = Case("bits", B=3, T=70, H=4, S=40, D=200, W=5, R=3, chunk=16, bank_per_sequence=True)
 CASES = [
     CASE,
     CASE.but(dtype=torch.bfloat16, gate_per_write=True),
-    CASE.but(dtype=torch.float64),
-    CASE.but(ids="hot"),
+    CASE.but(dtype=torch.float64, D=64),
+    CASE.but(ids="hot", D=64),
     CASE.but(lengths=(30, 0, 17, 50), write_int=torch.int32, ids="unused"),
     CASE.but(bank_per_sequence=False, save="rows"),
     CASE.but(save="fp8", ids="repeated"),

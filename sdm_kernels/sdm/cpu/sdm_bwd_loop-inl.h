@@ -120,7 +120,7 @@ class BackwardRun {
       dots_[i] = carve_dots<Acc>(&carver, dims_, ceil_div(dims_.D, kTileColumns));
     }
     for (size_t i = 0; i < sorters_.size(); ++i) {
-      sorters_[i] = carve_sorter(&carver, dims_);
+      sorters_[i] = carve_sorter<Acc>(&carver, dims_);
       scratch_[i] = carve_bwd_scratch<Acc>(&carver, dims_, slice_columns_);
       pair_scratch_[i] = carve_pair_scratch<Acc>(&carver, dims_);
     }
@@ -355,7 +355,7 @@ class BackwardRun {
   SdmSaved replay_rows_{};
   std::vector<ChunkEntries<Acc>> entries_;
   std::vector<ChunkDots<Acc>> dots_;
-  std::vector<EntrySorter> sorters_;
+  std::vector<EntrySorter<Acc>> sorters_;
   std::vector<BwdScratch<Acc>> scratch_;
   std::vector<PairScratch<Acc>> pair_scratch_;
 };

@@ -3,8 +3,8 @@
 
 // clang-format off
 #include "sdm_kernels/cpu/vec-inl.h"
-#include "sdm_kernels/sdm/cpu/sdm_entries-inl.h"
 #include "sdm_kernels/sdm/cpu/sdm_rows-inl.h"
+#include "sdm_kernels/sdm/cpu/sdm_entries-inl.h"
 #include "sdm_kernels/sdm/cpu/sdm_save-inl.h"
 #include "sdm_kernels/sdm/cpu/sdm_banks-inl.h"
 #include "sdm_kernels/sdm/cpu/sdm_fwd-inl.h"

@@ -22,6 +22,16 @@
 #include "sdm_kernels/cpu/foreach_isa.h"
 
 namespace sdm {
+namespace {
+
+// Bytes of the rows that all tokens name and of the banks that are walked as a whole.
+int64_t row_bytes(const SdmDims& dims, DType bank_dtype, bool whole_banks) {
+  const int64_t token_rows = dims.B * dims.T * dims.H * (dims.W + dims.R);
+  const int64_t bank_rows = whole_banks ? dims.N * dims.H * dims.S : 0;
+  return (token_rows + bank_rows) * dims.D * element_size(bank_dtype);
+}
+
+}  // namespace
 
 Status sdm_fwd_cpu(const SdmFwdParams& params, int64_t pool, const cpu::ParallelFor& parallel) {
   std::vector<SdmSequence> sequences;
@@ -36,7 +46,8 @@ Status sdm_fwd_cpu(const SdmFwdParams& params, int64_t pool, const cpu::Parallel
   if (status != Status::kOk) {
     return status;
   }
-  return SDM_ISA_DISPATCH(forward)(params, sequences, parallel);
+  const int64_t bytes = row_bytes(params.dims, params.bank_dtype, params.initial.data != nullptr);
+  return SDM_ISA_DISPATCH(forward)(params, sequences, threads_for(parallel, bytes));
 }
 
 Status sdm_bwd_cpu(const SdmBwdParams& params, const cpu::ParallelFor& parallel) {
@@ -47,7 +58,8 @@ Status sdm_bwd_cpu(const SdmBwdParams& params, const cpu::ParallelFor& parallel)
   if (status != Status::kOk) {
     return status;
   }
-  return SDM_ISA_DISPATCH(backward)(params, sequences, parallel);
+  const int64_t bytes = row_bytes(params.dims, params.bank_dtype, true);
+  return SDM_ISA_DISPATCH(backward)(params, sequences, threads_for(parallel, bytes));
 }
 
 }  // namespace sdm

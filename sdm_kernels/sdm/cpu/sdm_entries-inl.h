@@ -68,29 +68,31 @@ void carve_entries(cpu::Carver* carver, const SdmDims& dims, ChunkEntries<Acc>* 
   e->beta = carver->take<Acc>(dims.C);
 }
 
-// Working memory of one thread.
+// Working memory of one thread. A lane's id is its place in the enumeration: writes, then reads,
+// each by token and lane.
+template <typename Acc>
 struct EntrySorter {
-  uint64_t* keys;      // [n], slot in the high half, enumeration order in the low half
+  uint64_t* keys;      // [n], slot in the high half, id in the low half
   uint64_t* scratch;   // [n]
   int32_t* histogram;  // [kDigits]
-  double* token_gate;  // [C]
+  int32_t* row;        // [n], by id: token of a write, C + token of a read
+  Acc* value;          // [n], by id: k or q
+  double* gate;        // [C * W] by id, or [C] by token if a token has one gate
   static constexpr int kDigitBits = 11;
   static constexpr int kDigits = 1 << kDigitBits;
 };
 
-inline EntrySorter carve_sorter(cpu::Carver* carver, const SdmDims& dims) {
+template <typename Acc>
+EntrySorter<Acc> carve_sorter(cpu::Carver* carver, const SdmDims& dims) {
   const int64_t n = dims.C * (dims.W + dims.R);
-  EntrySorter s;
+  EntrySorter<Acc> s;
   s.keys = carver->take<uint64_t>(n);
   s.scratch = carver->take<uint64_t>(n);
-  s.histogram = carver->take<int32_t>(EntrySorter::kDigits);
-  s.token_gate = carver->take<double>(dims.C);
+  s.histogram = carver->take<int32_t>(EntrySorter<Acc>::kDigits);
+  s.row = carver->take<int32_t>(n);
+  s.value = carver->take<Acc>(n + kLanes<Acc>);  // whole vectors are stored
+  s.gate = carver->take<double>(dims.gate_per_write ? dims.C * dims.W : dims.C);
   return s;
-}
-
-SDM_INLINE int64_t load_index(const IndexView& view, int64_t offset) {
-  return view.is_int64 ? static_cast<const int64_t*>(view.data)[offset]
-                       : static_cast<const int32_t*>(view.data)[offset];
 }
 
 template <typename View>
@@ -99,12 +101,13 @@ SDM_INLINE int64_t offset_of(const View& view, int64_t batch, int64_t token, int
 }
 
 // Stable radix sort by slot; the enumeration order in the low half breaks ties by itself.
-inline void sort_by_slot(EntrySorter* s, int64_t n, int64_t num_slots) {
+template <typename Acc>
+void sort_by_slot(EntrySorter<Acc>* s, int64_t n, int64_t num_slots) {
   int bits = 1;
   while ((int64_t{1} << bits) < num_slots) {
     ++bits;
   }
-  const int passes = static_cast<int>(ceil_div(bits, EntrySorter::kDigitBits));
+  const int passes = static_cast<int>(ceil_div(bits, EntrySorter<Acc>::kDigitBits));
   const int digit_bits = static_cast<int>(ceil_div(bits, passes));
   const uint64_t mask = (uint64_t{1} << digit_bits) - 1;
   for (int pass = 0; pass < passes; ++pass) {
@@ -128,26 +131,48 @@ inline void sort_by_slot(EntrySorter* s, int64_t n, int64_t num_slots) {
   }
 }
 
-// Adds one lane of indices of every token; ids outside the bank are unused lanes and leave no
-// entry.
-inline int64_t enumerate_lanes(
+// Adds the lanes of one token; slots outside the bank are unused lanes and leave no entry.
+template <typename Index>
+SDM_INLINE int64_t enumerate_token(
+    const Index* slots, int64_t lanes, int64_t num_slots, uint64_t id, int64_t n, uint64_t* keys
+) {
+  for (int64_t a = 0; a < lanes; ++a) {
+    const int64_t slot = slots[a];
+    keys[n] = static_cast<uint64_t>(slot) << 32 | (id + static_cast<uint64_t>(a));
+    n += slot >= 0 && slot < num_slots;
+  }
+  return n;
+}
+
+// Adds the write lanes or the read lanes of every token, with their rows and values.
+template <typename Acc>
+int64_t enumerate_lanes(
     const ChunkPlace& place,
-    const IndexView& view,
+    const IndexView& slots,
+    const FloatView& values,
     int64_t lanes,
     int64_t num_slots,
     int64_t first_id,
+    int64_t first_row,
     int64_t n,
-    uint64_t* keys
+    EntrySorter<Acc>* s
 ) {
   for (int64_t i = 0; i < place.num_tokens; ++i) {
-    const int64_t at = offset_of(view, place.batch, place.token + i, place.head);
+    const int64_t id = first_id + i * lanes;
+    const int64_t at = offset_of(slots, place.batch, place.token + i, place.head);
+    const uint64_t key = static_cast<uint64_t>(id);
+    n = slots.is_int64
+            ? enumerate_token(
+                  static_cast<const int64_t*>(slots.data) + at, lanes, num_slots, key, n, s->keys
+              )
+            : enumerate_token(
+                  static_cast<const int32_t*>(slots.data) + at, lanes, num_slots, key, n, s->keys
+              );
     for (int64_t a = 0; a < lanes; ++a) {
-      const int64_t slot = load_index(view, at + a * view.stride[3]);
-      if (slot >= 0 && slot < num_slots) {
-        keys[n++] =
-            static_cast<uint64_t>(slot) << 32 | static_cast<uint64_t>(first_id + i * lanes + a);
-      }
+      s->row[id + a] = static_cast<int32_t>(first_row + i);
     }
+    const int64_t from = offset_of(values, place.batch, place.token + i, place.head);
+    load_row(values.data, values.dtype, from, lanes, s->value + id);
   }
   return n;
 }
@@ -205,6 +230,24 @@ void gram_group(int64_t begin, int64_t mid, int64_t end, int64_t C, ChunkEntries
   }
 }
 
+// The factors of a row in the gather and in the update.
+template <typename Acc>
+void weigh_entries(const ChunkEntries<Acc>& e, int64_t n, int64_t C) {
+  const int32_t* row = e.row;
+  const Acc* SDM_RESTRICT value = e.value;
+  const Acc* SDM_RESTRICT beta = e.beta;
+  const double* SDM_RESTRICT before = e.before;
+  const double* SDM_RESTRICT after = e.after;
+  Acc* SDM_RESTRICT weight = e.weight;
+  Acc* SDM_RESTRICT post = e.post;
+  const int32_t num_rows = static_cast<int32_t>(C);
+  for (int64_t k = 0; k < n; ++k) {
+    const int32_t token = row[k] < num_rows ? row[k] : 0;  // a read has no use for `post`
+    weight[k] = static_cast<Acc>(value[k] * before[k]);
+    post[k] = static_cast<Acc>(value[k] * after[k] * beta[token]);
+  }
+}
+
 // Builds the entries of the chunk at `place`. `gram` is off for the replay of row updates, which
 // needs no products of pairs.
 template <typename Acc>
@@ -213,15 +256,16 @@ void build_entries(
     const SdmTokens& in,
     const ChunkPlace& place,
     bool gram,
-    EntrySorter* s,
+    EntrySorter<Acc>* s,
     ChunkEntries<Acc>* e
 ) {
   const int64_t C = dims.C, W = dims.W, R = dims.R;
   const int64_t num_tokens = place.num_tokens;
   e->place = place;
 
-  const int64_t num_writes = enumerate_lanes(place, in.write_idx, W, dims.S, 0, 0, s->keys);
-  const int64_t n = enumerate_lanes(place, in.read_idx, R, dims.S, C * W, num_writes, s->keys);
+  const int64_t writes = C * W;  // ids below are those of writes
+  int64_t n = enumerate_lanes(place, in.write_idx, in.write_val, W, dims.S, 0, 0, 0, s);
+  n = enumerate_lanes(place, in.read_idx, in.read_val, R, dims.S, writes, C, n, s);
   e->num_entries = static_cast<int32_t>(n);
   sort_by_slot(s, n, dims.S);
 
@@ -230,9 +274,10 @@ void build_entries(
     e->beta[i] = static_cast<Acc>(
         load_scalar(in.beta.data, in.beta.dtype, offset_of(in.beta, place.batch, token, place.head))
     );
-    if (!dims.gate_per_write) {
-      const int64_t at = offset_of(in.g, place.batch, token, place.head);
-      s->token_gate[i] = exp_f64(load_scalar(in.g.data, in.g.dtype, at));
+    const int64_t at = offset_of(in.g, place.batch, token, place.head);
+    const int64_t gates = dims.gate_per_write ? W : 1;
+    for (int64_t a = 0; a < gates; ++a) {
+      s->gate[i * gates + a] = exp_f64(load_scalar(in.g.data, in.g.dtype, at + a));
     }
   }
   if (gram) {
@@ -240,54 +285,54 @@ void build_entries(
     std::memset(e->qk, 0, sizeof(Acc) * static_cast<size_t>(num_tokens * C));
   }
 
+  // Entries as if each were alone in its group, without a branch that depends on the slots: most
+  // groups have one entry, and which ones is not to be predicted.
+  const ChunkEntries<Acc> to = *e;  // its arrays do not overlap, which is not to be seen through e
   int64_t groups = 0;
-  for (int64_t begin = 0, end; begin < n; begin = end) {
-    const uint64_t slot = s->keys[begin] >> 32;
-    int64_t mid = begin;
-    for (end = begin; end < n && s->keys[end] >> 32 == slot; ++end) {
-      const int64_t id = static_cast<int64_t>(s->keys[end] & 0xffffffffu);
-      const bool write = id < C * W;
-      const int64_t lane = write ? id : id - C * W;
-      const int64_t i = write ? lane / W : lane / R;
-      const int64_t a = lane - i * (write ? W : R);
-      const FloatView& view = write ? in.write_val : in.read_val;
-      const int64_t at = offset_of(view, place.batch, place.token + i, place.head);
-      e->value[end] = static_cast<Acc>(load_scalar(view.data, view.dtype, at + a * view.stride[3]));
-      e->lane[end] = static_cast<int32_t>(lane);
-      e->row[end] = static_cast<int32_t>(write ? i : C + i);
-      if (write) {
-        mid = end + 1;
-        const bool owner = end == begin || e->row[end - 1] != i;
-        e->owner[end] = owner;
-        e->gate[end] = 1.0;
-        if (owner && dims.gate_per_write) {
-          const int64_t gate = offset_of(in.g, place.batch, place.token + i, place.head);
-          e->gate[end] = exp_f64(load_scalar(in.g.data, in.g.dtype, gate + a * in.g.stride[3]));
-        } else if (owner) {
-          e->gate[end] = s->token_gate[i];
-        }
+  int32_t num_writes = 0;
+  int64_t last_slot = -1;
+  int32_t last_row = -1;
+  to.group_begin[0] = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    const int64_t slot = static_cast<int64_t>(s->keys[k] >> 32);
+    const int64_t id = static_cast<int64_t>(s->keys[k] & 0xffffffffu);
+    const int32_t row = s->row[id];
+    const bool write = id < writes;
+    const bool first = slot != last_slot;
+    const bool owner = write & (first | (row != last_row));
+    const double gate = s->gate[!write ? 0 : dims.gate_per_write ? id : row];
+    to.row[k] = row;
+    to.value[k] = s->value[id];
+    to.lane[k] = static_cast<int32_t>(write ? id : id - writes);
+    to.owner[k] = owner;
+    to.gate[k] = owner ? gate : 1.0;
+    to.before[k] = owner ? gate : 1.0;
+    to.after[k] = 1.0;
+    groups += first;
+    num_writes = (first ? 0 : num_writes) + write;
+    to.group_slot[groups - 1] = static_cast<int32_t>(slot);
+    to.group_begin[groups] = static_cast<int32_t>(k + 1);
+    to.group_num_writes[groups - 1] = num_writes;
+    last_slot = slot;
+    last_row = row;
+  }
+  e->num_groups = static_cast<int32_t>(groups);
+
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t begin = e->group_begin[g];
+    const int64_t end = e->group_begin[g + 1];
+    const int64_t mid = begin + e->group_num_writes[g];
+    if (end - begin > 1 && mid > begin) {
+      scan_group(begin, mid, end, C, e);
+      if (gram) {
+        gram_group(begin, mid, end, C, e);
       }
     }
-    scan_group(begin, mid, end, C, e);
-    if (gram && mid > begin && end - begin > 1) {
-      gram_group(begin, mid, end, C, e);
-    }
-    for (int64_t w = begin; w < mid; ++w) {
-      e->weight[w] = static_cast<Acc>(e->value[w] * e->before[w]);
-      e->post[w] = static_cast<Acc>(e->value[w] * e->after[w] * e->beta[e->row[w]]);
-    }
-    for (int64_t r = mid; r < end; ++r) {
-      e->weight[r] = static_cast<Acc>(e->value[r] * e->before[r]);
-    }
-    e->group_slot[groups] = static_cast<int32_t>(slot);
-    e->group_begin[groups] = static_cast<int32_t>(begin);
-    e->group_num_writes[groups] = static_cast<int32_t>(mid - begin);
-    e->group_decay[groups] = static_cast<Acc>(mid > begin ? e->before[mid - 1] : 1.0);
-    e->group_fresh[groups] = 0;
-    ++groups;
+    // reads leave their row alone: `before` of a group without writes is 1
+    e->group_decay[g] = static_cast<Acc>(e->before[mid > begin ? mid - 1 : begin]);
+    e->group_fresh[g] = 0;
   }
-  e->group_begin[groups] = static_cast<int32_t>(n);
-  e->num_groups = static_cast<int32_t>(groups);
+  weigh_entries(*e, n, C);
 
   if (gram) {
     for (int64_t i = 0; i < num_tokens; ++i) {

@@ -60,13 +60,16 @@ void gather_rows(
     const ChunkEntries<Acc>& e, const LazyBank<S>& bank, const Slice& slice, Acc* acc
 ) {
   const int64_t groups = e.num_groups;
-  for (int64_t g = 0; g < groups; ++g) {
+  for (int64_t g = -kPrefetchGroups; g < groups; ++g) {
     const int64_t ahead = g + kPrefetchGroups;
     if (ahead < groups) {
       prefetch_row(
           bank.row(e.group_slot[ahead], e.group_fresh[ahead] != 0) + slice.c0,
           slice.width * static_cast<int64_t>(sizeof(S))
       );
+    }
+    if (g < 0) {
+      continue;
     }
     const S* row = bank.row(e.group_slot[g], e.group_fresh[g] != 0) + slice.c0;
     const int64_t begin = e.group_begin[g];

@@ -96,7 +96,7 @@ Status run_forward(
 
   struct Memory {
     std::vector<ChunkEntries<Acc>> entries;
-    std::vector<EntrySorter> sorters;
+    std::vector<EntrySorter<Acc>> sorters;
     std::vector<FwdScratch<Acc>> scratch;
     S* banks;              // [group, S, D], where the caller does not get the bank
     int32_t* first_write;  // [group, S], where the bank starts as a copy
@@ -113,7 +113,7 @@ Status run_forward(
       carve_entries(&carver, dims, &entries);
     }
     for (auto& sorter : memory.sorters) {
-      sorter = carve_sorter(&carver, dims);
+      sorter = carve_sorter<Acc>(&carver, dims);
     }
     for (auto& scratch : memory.scratch) {
       scratch = carve_fwd_scratch<Acc>(&carver, dims, slice_columns);

@@ -10,6 +10,14 @@
 
 namespace sdm {
 
+// The threads for a call that moves `bytes` of rows: waking them takes longer than a small one.
+inline cpu::ParallelFor threads_for(const cpu::ParallelFor& parallel, int64_t bytes) {
+  constexpr int64_t kSmallCall = int64_t{1} << 20;
+  cpu::ParallelFor threads = parallel;
+  threads.num_threads = bytes < kSmallCall ? 1 : parallel.num_threads;
+  return threads;
+}
+
 struct WorkShape {
   int64_t columns;  // of D that one thread carries through the chunks
   int64_t streams;  // streams in a group
