@@ -33,11 +33,13 @@ __device__ __forceinline__ float transpose_sum(float (&v)[kRowLanes], int lane) 
 }
 
 // x[token] = sum over writes of post * G[slot]; error_grad[lane] = <e[token], G[slot]>. `errors`
-// holds this block's own rows of e.
+// holds this block's own rows of e. Eight lanes a token, eight write lanes a round; rounds go over
+// the tokens of the group first, so that all tokens sweep the slots together.
 template <typename S, bool kAligned>
 __device__ __forceinline__ void gather_gradient(
     const SdmLoopParams& p,
     const LoopItem& it,
+    const Ring& ring,
     int64_t q,
     const ChunkPlace& place,
     const S* grad,
@@ -46,74 +48,110 @@ __device__ __forceinline__ void gather_gradient(
     const float* errors,
     float* x
 ) {
-  constexpr int kTokens = 2;
+  static_assert(kRingDepth == kRowLanes);
+  constexpr int kTokens = kMaxChunk / kRowGroups;  // most tokens of a group
   const int W = static_cast<int>(p.dims.W);
   const int lanes = static_cast<int>(p.dims.C) * W;
   const int2* writes = p.records.write_post + q * lanes;
   float* dots = p.dots.error_grad + (it.slice * p.records.num_q + q) * lanes;
   const LaneColumns at = lane_columns<S>(it.slice, p.dims.D);
-  const int lane = threadIdx.x % kRowLanes;
-  const int num_tokens = static_cast<int>(place.num_tokens);
-  // whole warps stay together: the sums over lanes are warp operations
-  for (int base = own_begin; base < own_end; base += kRowGroups * kTokens) {
-    const int first = base + threadIdx.x / kRowLanes;
-    float sum[kTokens][kVec<S>] = {};
-    for (int a0 = 0; a0 < W; a0 += kRowLanes) {
+  const int64_t stride = p.grad.stride[2];
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
+  const int first = own_begin + static_cast<int>(threadIdx.x) / kRowLanes;
+  const int num_tokens = min(static_cast<int>(place.num_tokens), own_end);
+  // whole warps stay together, as the sums over lanes are warp operations: the number of tokens is
+  // that of the block's fullest group
+  const int tokens = (own_end - own_begin + kRowGroups - 1) / kRowGroups;
+  const int rounds = (W + kRowLanes - 1) / kRowLanes * tokens;
+  const auto inside = [&](int round) {
+    return round < rounds && first + round % tokens * kRowGroups < num_tokens &&
+           round / tokens * kRowLanes + lane < W;
+  };
+  // loaded a round before it is looked at
+  const auto record = [&](int round) {
+    const int i = first + round % tokens * kRowGroups;
+    const int a = round / tokens * kRowLanes + lane;
+    return __ldg(writes + (inside(round) ? i * W + a : 0));
+  };
+  float sum[kTokens][kVec<S>] = {};
+  float post[kRingDepth];
+  int2 next = record(0);
+  const auto check = [&](int round) {
+    const bool valid = inside(round);
+    next.x = valid ? next.x : -1;
+    next.y = valid ? next.y : 0;
+  };
+  const auto start = [&](int j) {
+    const int slot = __shfl_sync(0xffffffffu, next.x, j, kRowLanes);
+    fetch_piece<S, kAligned>(ring, j, grad + (slot < 0 ? 0 : slot) * stride, at, slot >= 0);
+    Ring::close();
+    post[j] = __int_as_float(__shfl_sync(0xffffffffu, next.y, j, kRowLanes));
+  };
+  check(0);
 #pragma unroll
-      for (int t = 0; t < kTokens; ++t) {
-        const int i = first + t * kRowGroups;
-        const bool inside = i < num_tokens && i < own_end;
-        int2 own = make_int2(-1, 0);
-        if (inside && a0 + lane < W) {
-          own = __ldg(writes + i * W + a0 + lane);
-        }
-        Piece<S> row[kRowLanes];
-        float post[kRowLanes];
+  for (int j = 0; j < kRingDepth; ++j) {
+    start(j);
+  }
+  next = record(1);
+  for (int round = 0; round < rounds; ++round) {
+    check(round + 1);
+    const int t = round % tokens;
+    const int i = first + t * kRowGroups;
+    const int a = round / tokens * kRowLanes + lane;
+    float error[kVec<S>] = {};
+    if (i < num_tokens) {
+      load_token<S>(errors + token_row_at(i) * kTokenStride<S>, error);
+    }
+    float part[kVec<S>] = {};
+    float dot[kRowLanes];
 #pragma unroll
-        for (int u = 0; u < kRowLanes; ++u) {
-          const int slot = __shfl_sync(0xffffffffu, own.x, u, kRowLanes);
-          post[u] = __int_as_float(__shfl_sync(0xffffffffu, own.y, u, kRowLanes));
-          if (slot >= 0) {
-            row[u] = load_piece<S, kAligned>(grad + slot * p.grad.stride[2], at);
-          }
-        }
-        float error[kVec<S>] = {};
-        if (inside) {
-          load_token<S>(errors + i * kTokenStride<S>, error);
-        }
-        float dot[kRowLanes];
+    for (int j = 0; j < kRingDepth; ++j) {
+      Ring::wait<kRingDepth - 1>();
+      float g[kVec<S>];
+      unpack(fetched_piece<S>(ring, j), g);
+      dot[j] = 0.0f;
 #pragma unroll
-        for (int u = 0; u < kRowLanes; ++u) {
-          float g[kVec<S>];
-          unpack(row[u], g);
-          dot[u] = 0.0f;
+      for (int c = 0; c < kVec<S>; ++c) {
+        part[c] = fmaf(post[j], g[c], part[c]);
+        dot[j] = fmaf(error[c], g[c], dot[j]);
+      }
+      start(j);
+    }
+    next = record(round + 2);
+    // constant indices keep the sums in registers
 #pragma unroll
-          for (int c = 0; c < kVec<S>; ++c) {
-            sum[t][c] = fmaf(post[u], g[c], sum[t][c]);
-            dot[u] = fmaf(error[c], g[c], dot[u]);
-          }
-        }
-        const float total = transpose_sum(dot, lane);
-        if (inside && a0 + lane < W) {
-          dots[i * W + a0 + lane] = total;
+    for (int u = 0; u < kTokens; ++u) {
+      if (u == t) {
+#pragma unroll
+        for (int c = 0; c < kVec<S>; ++c) {
+          sum[u][c] += part[c];
         }
       }
     }
+    const float total = transpose_sum(dot, lane);
+    if (i < num_tokens && a < W) {
+      dots[i * W + a] = total;
+    }
+  }
+  Ring::wait<0>();
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const int i = first + t * kRowGroups;
-      if (i < own_end) {
-        store_token<S>(x + i * kTokenStride<S>, sum[t]);
-      }
+  for (int u = 0; u < kTokens; ++u) {
+    const int i = first + u * kRowGroups;
+    if (i < own_end) {
+      store_token<S>(x + token_row_at(i) * kTokenStride<S>, sum[u]);
     }
   }
 }
 
-// The walk over this block's share of the touched slots. x holds dv, y holds dy.
+// The walk over this block's share of the touched slots. x holds dv, y holds dy. Eight lanes take
+// every 64th slot, with the rows of kAhead slots in flight: the gradient's and the bank's or the
+// saved one.
 template <typename S, bool kAligned>
 __device__ __forceinline__ void walk_slots(
     const SdmLoopParams& p,
     const LoopItem& it,
+    const Ring& ring,
+    RowNote* notes,
     int64_t q,
     S* bank,
     S* grad,
@@ -123,10 +161,11 @@ __device__ __forceinline__ void walk_slots(
     int64_t first_row,
     int64_t row_bytes
 ) {
-  constexpr int kUnroll = 2;
+  constexpr int kAhead = kRingDepth / 2;
   const SdmRecords& r = p.records;
   const int4* groups = r.group + q * r.n;
   const float* decays = r.group_decay + q * r.n;
+  const int4* heads = r.head_weight + q * r.n;
   const int4* entries = r.entry + q * r.n;
   const int64_t plane = (it.slice * r.num_q + q) * r.n;
   float* dot_row = p.dots.row + plane;
@@ -135,7 +174,7 @@ __device__ __forceinline__ void walk_slots(
   const int written = r.group_count[q].x;
   const int count = r.group_count[q].y;
   const LaneColumns at = lane_columns<S>(it.slice, p.dims.D);
-  const int lane = threadIdx.x % kRowLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
   const unsigned mask = 0xffu << (threadIdx.x % 32 / kRowLanes * kRowLanes);
   const auto group_sum = [&](float v) {
 #pragma unroll
@@ -146,84 +185,139 @@ __device__ __forceinline__ void walk_slots(
   };
   const int begin = static_cast<int>(static_cast<int64_t>(count) * it.rank / p.group_blocks);
   const int end = static_cast<int>(static_cast<int64_t>(count) * (it.rank + 1) / p.group_blocks);
-  for (int base = begin + threadIdx.x / kRowLanes; base < end; base += kRowGroups * kUnroll) {
-    int4 group[kUnroll];
-    Piece<S> g_row[kUnroll], m_row[kUnroll];
-    int4 entry[kUnroll];
+  const int row_group = static_cast<int>(threadIdx.x) / kRowLanes;
+  const int mine = begin + row_group;
+  const bool exact = saved.mode <= SdmSave::kRows;
+  const S* exact_rows = static_cast<const S*>(saved.rows);
+  constexpr int kRound = kRowGroups * kAhead;
+
+  int slot[kAhead] = {}, next[kAhead] = {}, after[kAhead] = {};
+  const auto load_slots = [&](int (&slots)[kAhead], int base) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int g = base + u * kRowGroups;
-      group[u] = g < end ? __ldg(groups + g) : make_int4(-1, 0, 0, 0);
+    for (int j = 0; j < kAhead; ++j) {
+      const int g = base + j * kRowGroups;
+      slots[j] = __ldg(&groups[g < end ? g : 0].x);
     }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int g = base + u * kRowGroups;
-      if (group[u].x >= 0) {
-        g_row[u] = load_piece<S, kAligned>(grad + group[u].x * p.grad.stride[2], at);
-        m_row[u] = g < written ? load_saved_piece<S, kAligned>(saved, row_bytes, first_row + g, at)
-                               : load_piece<S, kAligned>(bank + group[u].x * p.bank.stride[2], at);
-        entry[u] = __ldg(entries + group[u].y);
-      }
+  };
+  const auto start = [&](int j, int g) {
+    const bool valid = g < end;
+    slot[j] = next[j];
+    const int64_t row = valid ? slot[j] : 0;
+    fetch_piece<S, kAligned>(ring, 2 * j, grad + row * p.grad.stride[2], at, valid);
+    if (g >= written) {
+      fetch_piece<S, kAligned>(ring, 2 * j + 1, bank + row * p.bank.stride[2], at, valid);
+    } else if (exact) {
+      const S* from = exact_rows + (first_row + (valid ? g : 0)) * p.dims.D;
+      fetch_piece<S, kAligned>(ring, 2 * j + 1, from, at, valid);
     }
+    RowNote* note = notes + j * kRowGroups + row_group;
+    if (lane == 0 && valid) {
+      copy_async<16>(&note->head, heads + g);
+    }
+    if (lane == 1 && valid) {
+      copy_async<4>(&note->decay, decays + g);
+    }
+    if (lane == 2 && valid) {
+      copy_async<4>(&note->begin, &groups[g].y);
+    }
+    Ring::close();
+  };
+  // whole warps go round together, as the notes are shared by lanes
+  const int warp_first = begin + row_group / 4 * 4;
+  load_slots(next, mine);
+  load_slots(after, mine + kRound);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int g = base + u * kRowGroups;
-      if (group[u].x < 0) {
-        continue;
-      }
-      float grad_x[kVec<S>], m[kVec<S>];
-      unpack(g_row[u], grad_x);
-      unpack(m_row[u], m);
-      if (g < written) {
-        store_piece<S, kAligned>(bank + group[u].x * p.bank.stride[2], at, m_row[u]);
-        const float decay = __ldg(decays + g);
-        float dot = 0.0f;
+  for (int j = 0; j < kAhead; ++j) {
+    start(j, mine + j * kRowGroups);
+  }
+  for (int base = warp_first; base < end; base += kRound) {
+    const int own = base - warp_first + mine;
 #pragma unroll
-        for (int c = 0; c < kVec<S>; ++c) {
-          dot = fmaf(grad_x[c], m[c], dot);
-          grad_x[c] *= decay;
-        }
-        dot = group_sum(dot);
-        if (lane == 0) {
-          dot_decay[g] = dot;
-        }
-      }
-      int4 e = entry[u];
-      const int total = group[u].z + group[u].w;
-      for (int k = 0;;) {
-        const bool write = k < group[u].z;
-        const float weight = write ? -__int_as_float(e.y) : __int_as_float(e.y);
-        const int row = e.x & ~kOwnerBit;
-        float token[kVec<S>];
-        load_token<S>(write ? x + row * kTokenStride<S> : y + (row - C) * kTokenStride<S>, token);
-        float dot = 0.0f;
+    for (int j = 0; j < kAhead; ++j) {
+      next[j] = after[j];
+    }
+    load_slots(after, own + 2 * kRound);
 #pragma unroll
-        for (int c = 0; c < kVec<S>; ++c) {
-          grad_x[c] = fmaf(weight, token[c], grad_x[c]);
-          dot = fmaf(token[c], m[c], dot);
+    for (int j = 0; j < kAhead; ++j) {
+      Ring::wait<kAhead - 1>();
+      __syncwarp();  // the notes that other lanes fetched
+      const int g = own + j * kRowGroups;
+      if (g < end) {
+        const RowNote note = notes[j * kRowGroups + row_group];
+        float grad_x[kVec<S>], m[kVec<S>];
+        unpack(fetched_piece<S>(ring, 2 * j), grad_x);
+        const Piece<S> m_row =
+            g < written && !exact
+                ? load_saved_piece<S, kAligned>(saved, row_bytes, first_row + g, at)
+                : fetched_piece<S>(ring, 2 * j + 1);
+        unpack(m_row, m);
+        if (g < written) {
+          store_piece<S, kAligned>(bank + slot[j] * p.bank.stride[2], at, m_row);
+          float dot = 0.0f;
+#pragma unroll
+          for (int c = 0; c < kVec<S>; ++c) {
+            dot = fmaf(grad_x[c], m[c], dot);
+            grad_x[c] *= note.decay;
+          }
+          dot = group_sum(dot);
+          if (lane == 0) {
+            dot_decay[g] = dot;
+          }
         }
-        dot = group_sum(dot);
-        if (lane == 0) {
-          dot_row[group[u].y + k] = dot;
+        const auto add = [&](int64_t at_dot, bool write, int row, int weight_bits) {
+          const float weight = write ? -__int_as_float(weight_bits) : __int_as_float(weight_bits);
+          float token[kVec<S>];
+          load_token<S>(
+              write ? x + token_row_at(row) * kTokenStride<S>
+                    : y + token_row_at(row - C) * kTokenStride<S>,
+              token
+          );
+          float dot = 0.0f;
+#pragma unroll
+          for (int c = 0; c < kVec<S>; ++c) {
+            grad_x[c] = fmaf(weight, token[c], grad_x[c]);
+            dot = fmaf(token[c], m[c], dot);
+          }
+          dot = group_sum(dot);
+          if (lane == 0) {
+            dot_row[at_dot] = dot;
+          }
+        };
+        const int begin_entry = note.begin;
+        const int4 head = note.head;
+        add(begin_entry, (head.x & kOwnerBit) != 0, head.x & kRowMask, head.y);
+        if ((head.x & kSecondBit) != 0) {
+          add(begin_entry + 1, (head.z & kOwnerBit) != 0, head.z & kRowMask, head.w);
         }
-        if (++k >= total) {
-          break;
+        if ((head.x & kMoreBit) != 0) {
+          const int4 group = __ldg(groups + g);
+#pragma unroll 1
+          for (int k = 2; k < group.z + group.w; ++k) {
+            const int4 e = __ldg(entries + group.y + k);
+            add(begin_entry + k, k < group.z, e.x & kRowMask, e.y);
+          }
         }
-        e = __ldg(entries + group[u].y + k);
+        store_piece<S, kAligned>(grad + slot[j] * p.grad.stride[2], at, pack<S>(grad_x));
       }
-      store_piece<S, kAligned>(grad + group[u].x * p.grad.stride[2], at, pack<S>(grad_x));
+      __syncwarp();  // the note may be overwritten
+      start(j, g + kRound);
     }
   }
+  Ring::wait<0>();
 }
 
 template <typename S, bool kAligned>
-__global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(const SdmLoopParams p) {
+__global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(
+    const __grid_constant__ SdmLoopParams p
+) {
   extern __shared__ __align__(16) float smem[];
   const LoopItem it(p);
   const SdmDims& dims = p.dims;
   const int Cp = p.records.Cp;
-  float* x = smem;                         // gathered gradient, then dv
-  float* y = smem + Cp * kTokenStride<S>;  // errors of own tokens, then dy of all
+  float* x = smem;                      // gathered gradient, then dv
+  float* y = x + Cp * kTokenStride<S>;  // errors of own tokens, then dy of all
+  const Ring ring(y + Cp * kTokenStride<S>);
+  RowNote* notes = loop_notes(y + Cp * kTokenStride<S>);
   const int64_t n = it.stream / dims.H;
   S* bank = static_cast<S*>(p.bank.data) + n * p.bank.stride[0] + it.head * p.bank.stride[1];
   S* grad = static_cast<S*>(p.grad.data) + n * p.grad.stride[0] + it.head * p.grad.stride[1];
@@ -261,30 +355,30 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(const Sdm
     for (int i = own_begin + group; i < own_end && i < place.num_tokens; i += kRowGroups) {
       float row[kVec<S>];
       load_token_columns<S>(errors, view_row(errors, place, i), at, p.token_vectors, row);
-      store_token<S>(y + i * kTokenStride<S>, row);
+      store_token<S>(y + token_row_at(i) * kTokenStride<S>, row);
     }
-    gather_gradient<S, kAligned>(p, it, q, place, grad, own_begin, own_end, y, x);
+    gather_gradient<S, kAligned>(p, it, ring, q, place, grad, own_begin, own_end, y, x);
     exchange_rows<S>(p, it, x, own_begin, own_end, 0, &round);
     for (int i = group; i < Cp; i += kRowGroups) {
       float row[kVec<S>] = {};
       if (i < place.num_tokens) {
         load_token_columns<S>(p.d_out, view_row(p.d_out, place, i), at, p.token_vectors, row);
       }
-      store_token<S>(y + i * kTokenStride<S>, row);
+      store_token<S>(y + token_row_at(i) * kTokenStride<S>, row);
     }
     __syncthreads();  // dy is complete
 
     Product<S> product;
     product.template run<true>(p.records.qk + q * Cp * Cp, Cp, y, 0, Cp / 16);
-    product.template put<true>(x, 0, Cp / 16);
+    product.template put<true, true>(x, Cp, 0, Cp / 16);
     __syncthreads();  // the gradient of the errors is complete
     product.template run<true>(p.records.inverse + q * Cp * Cp, Cp, x, 0, Cp / 16);
     __syncthreads();  // all warps have read it
-    product.template put<false>(x, 0, Cp / 16);
+    product.template put<true, false>(x, Cp, 0, Cp / 16);
     __syncthreads();  // dv is complete
     for (int i = own_begin + group; i < own_end && i < place.num_tokens; i += kRowGroups) {
       float row[kVec<S>];
-      load_token<S>(x + i * kTokenStride<S>, row);
+      load_token<S>(x + token_row_at(i) * kTokenStride<S>, row);
       store_token_columns<S>(
           p.d_v, p.d_out.dtype, token_row(dims, place, i), at, p.token_vectors, row
       );
@@ -295,7 +389,7 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(const Sdm
     const int64_t first_row =
         replay ? (it.stream * p.window.chunks + k) * reserved
                : it.head * p.saved.rows_per_head + it.sequence->first_row + chunk * reserved;
-    walk_slots<S, kAligned>(p, it, q, bank, grad, x, y, saved, first_row, row_bytes);
+    walk_slots<S, kAligned>(p, it, ring, notes, q, bank, grad, x, y, saved, first_row, row_bytes);
     finish_rows(p, it, &round);
   }
 }

@@ -17,11 +17,16 @@
 
 namespace sdm::cuda {
 
-// Retrievals and readings of this block's tokens into x and y.
+// Retrievals and readings of this block's tokens into x and y. Eight lanes a token, kTokens tokens
+// at a time: a round covers both kinds of 4 / kTokens lanes of each, kRingDepth rows in all. While
+// a round is added up, the rows of the next and the records of the one after are on their way; each
+// of the eight lanes fetches the record of one of the eight rows.
 template <typename S, bool kAligned, int kTokens>
 __device__ __forceinline__ void gather_tokens(
     const SdmLoopParams& p,
     const LoopItem& it,
+    const Ring& ring,
+    RowNote* notes,
     int64_t q,
     const ChunkPlace& place,
     const S* bank,
@@ -30,17 +35,40 @@ __device__ __forceinline__ void gather_tokens(
     float* x,
     float* y
 ) {
-  constexpr int kUnroll = 4 / kTokens;
+  static_assert(kRingDepth == kRowLanes);
+  constexpr int kLanes = kRingDepth / 2 / kTokens;  // lanes of a token in a round
   const SdmDims& dims = p.dims;
-  const int W = static_cast<int>(dims.W), R = static_cast<int>(dims.R),
-            C = static_cast<int>(dims.C);
+  const int W = static_cast<int>(dims.W), R = static_cast<int>(dims.R);
   const int2* writes = p.records.lane + q * p.records.n;
-  const int2* reads = writes + C * W;
+  const int2* reads = writes + static_cast<int>(dims.C) * W;
   const LaneColumns at = lane_columns<S>(it.slice, dims.D);
-  const int group = threadIdx.x / kRowLanes;
   const int num_tokens = static_cast<int>(place.num_tokens);
   const int64_t stride = p.bank.stride[2];
-  for (int first = own_begin + group; first < own_end; first += kRowGroups * kTokens) {
+  const int widest = W > R ? W : R;
+  const int row_group = static_cast<int>(threadIdx.x) / kRowLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
+  // [round % 3][row group][piece]
+  int2* records = reinterpret_cast<int2*>(notes) + row_group * kRingDepth;
+  constexpr int kRound = kRowGroups * kRingDepth;
+  // Piece j of a round: kind j % 2 of token j / 2 % kTokens, lane j / 2 / kTokens. What this lane
+  // fetches for its own piece:
+  const int2* lane_records = lane % 2 == 0 ? writes : reads;
+  const int lane_width = lane % 2 == 0 ? W : R;
+  const int lane_token = lane / 2 % kTokens * kRowGroups;
+  const int lane_offset = lane / 2 / kTokens;
+  for (int base = own_begin; base < own_end; base += kRowGroups * kTokens) {
+    const int first = base + row_group;
+    const bool lane_live = first + lane_token < num_tokens;
+    const int2* lane_row = lane_records + (first + lane_token) * lane_width;
+    const auto fetch_record = [&](int round) {
+      const int a = round * kLanes + lane_offset;
+      int2* to = records + round % kRecordRounds * kRound + lane;
+      if (lane_live && a < lane_width) {
+        copy_async<8>(to, lane_row + a);
+      } else {
+        *to = make_int2(-1, 0);
+      }
+    };
     float sum[kTokens][2][kVec<S>];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -49,46 +77,50 @@ __device__ __forceinline__ void gather_tokens(
         sum[t][0][i] = sum[t][1][i] = 0.0f;
       }
     }
-    const int widest = W > R ? W : R;
-    for (int a0 = 0; a0 < widest; a0 += kUnroll) {
-      Piece<S> row[kUnroll][kTokens][2];
-      float weight[kUnroll][kTokens][2];
+    float weight[kRingDepth];
+    const auto start = [&](int j, const int2* round_records) {
+      const int2 record = round_records[j];
+      const bool valid = record.x >= 0;
+      fetch_piece<S, kAligned>(ring, j, bank + (valid ? record.x : 0) * stride, at, valid);
+      weight[j] = __int_as_float(record.y);
+    };
+    const int rounds = (widest + kLanes - 1) / kLanes;
+    fetch_record(0);
+    fetch_record(1);
+    Ring::close();
+    Ring::wait<0>();
+    __syncwarp();  // records of the first two rounds
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-          const int a = a0 + u;
-          const int i = first + t * kRowGroups;
-          const bool inside = i < num_tokens;
-          const int2 none = make_int2(-1, 0);
-          const int2 w = inside && a < W ? __ldg(writes + i * W + a) : none;
-          const int2 r = inside && a < R ? __ldg(reads + i * R + a) : none;
-          weight[u][t][0] = __int_as_float(w.y);
-          weight[u][t][1] = __int_as_float(r.y);
-          if (w.x >= 0) {
-            row[u][t][0] = load_piece<S, kAligned>(bank + w.x * stride, at);
-          }
-          if (r.x >= 0) {
-            row[u][t][1] = load_piece<S, kAligned>(bank + r.x * stride, at);
-          }
-        }
+    for (int j = 0; j < kRingDepth; ++j) {
+      start(j, records);
+      if (j == 0) {
+        fetch_record(2);
       }
+      Ring::close();
+    }
+    for (int round = 0; round < rounds; ++round) {
+      const int2* ahead = records + (round + 1) % kRecordRounds * kRound;
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-#pragma unroll
-          for (int kind = 0; kind < 2; ++kind) {
-            float v[kVec<S>];
-            unpack(row[u][t][kind], v);
-#pragma unroll
-            for (int i = 0; i < kVec<S>; ++i) {
-              sum[t][kind][i] = fmaf(weight[u][t][kind], v[i], sum[t][kind][i]);
-            }
-          }
+      for (int j = 0; j < kRingDepth; ++j) {
+        Ring::wait<kRingDepth - 1>();
+        if (j == 0) {
+          __syncwarp();  // records of round + 2 came with the first row; those of round are used up
         }
+        float v[kVec<S>];
+        unpack(fetched_piece<S>(ring, j), v);
+        float (&total)[kVec<S>] = sum[j / 2 % kTokens][j % 2];
+#pragma unroll
+        for (int i = 0; i < kVec<S>; ++i) {
+          total[i] = fmaf(weight[j], v[i], total[i]);
+        }
+        start(j, ahead);
+        if (j == 0) {
+          fetch_record(round + 3);
+        }
+        Ring::close();
       }
     }
+    Ring::wait<0>();
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       const int i = first + t * kRowGroups;
@@ -103,8 +135,8 @@ __device__ __forceinline__ void gather_tokens(
       for (int c = 0; c < kVec<S>; ++c) {
         v[c] -= sum[t][0][c];
       }
-      store_token<S>(x + i * kTokenStride<S>, v);
-      store_token<S>(y + i * kTokenStride<S>, sum[t][1]);
+      store_token<S>(x + token_row_at(i) * kTokenStride<S>, v);
+      store_token<S>(y + token_row_at(i) * kTokenStride<S>, sum[t][1]);
     }
   }
 }
@@ -127,17 +159,21 @@ __device__ __forceinline__ void copy_slice(
 
 template <typename S>
 constexpr int64_t chunk_loop_smem(int64_t Cp) {
-  return 2 * Cp * kTokenStride<S> * static_cast<int64_t>(sizeof(float));
+  return 2 * Cp * kTokenStride<S> * static_cast<int64_t>(sizeof(float)) + Ring::kBytes + kNoteBytes;
 }
 
 template <typename S, bool kAligned, int kTokens>
-__global__ void __launch_bounds__(kLoopThreads, 1) sdm_chunk_loop_kernel(const SdmLoopParams p) {
+__global__ void __launch_bounds__(kLoopThreads, 1) sdm_chunk_loop_kernel(
+    const __grid_constant__ SdmLoopParams p
+) {
   extern __shared__ __align__(16) float smem[];
   const LoopItem it(p);
   const SdmDims& dims = p.dims;
   const int Cp = p.records.Cp;
-  float* x = smem;                         // v - retrieved, then errors
-  float* y = smem + Cp * kTokenStride<S>;  // readings
+  float* x = smem;                      // v - retrieved, then errors
+  float* y = x + Cp * kTokenStride<S>;  // readings
+  const Ring ring(y + Cp * kTokenStride<S>);
+  RowNote* notes = loop_notes(y + Cp * kTokenStride<S>);
   if (it.sequence->bank < 0) {
     return;
   }
@@ -160,25 +196,27 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_chunk_loop_kernel(const S
       copy_slice<S, kAligned>(p, it, bank, p.bank.stride[2], checkpoint);
     }
 
-    gather_tokens<S, kAligned, kTokens>(p, it, q, place, bank, own_begin, own_end, x, y);
+    gather_tokens<S, kAligned, kTokens>(
+        p, it, ring, notes, q, place, bank, own_begin, own_end, x, y
+    );
     exchange_rows<S>(p, it, x, own_begin, own_end, 0, &round);
 
     Product<S> product;
     product.template run<false>(p.records.inverse + q * Cp * Cp, Cp, x, 0, Cp / 16);
     __syncthreads();  // all warps have read v - retrieved
-    product.template put<false>(x, 0, Cp / 16);
+    product.template put<false, false>(x, Cp, 0, Cp / 16);
     __syncthreads();  // errors are complete
     product.template run<false>(p.records.qk + q * Cp * Cp, Cp, x, own_begin / 16, own_end / 16);
-    product.template put<true>(y, own_begin / 16, own_end / 16);
+    product.template put<false, true>(y, Cp, own_begin / 16, own_end / 16);
     __syncthreads();  // readings are complete
     for (int i = own_begin + threadIdx.x / kRowLanes; i < own_end && i < place.num_tokens;
          i += kRowGroups) {
       float row[kVec<S>];
-      load_token<S>(y + i * kTokenStride<S>, row);
+      load_token<S>(y + token_row_at(i) * kTokenStride<S>, row);
       const int64_t offset = token_row(dims, place, i);
       store_token_columns<S>(p.out, p.v.dtype, offset, at, p.token_vectors, row);
       if (p.errors != nullptr) {
-        load_token<S>(x + i * kTokenStride<S>, row);
+        load_token<S>(x + token_row_at(i) * kTokenStride<S>, row);
         store_token_columns<S>(p.errors, DType::kF32, offset, at, p.token_vectors, row);
       }
     }
@@ -187,7 +225,7 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_chunk_loop_kernel(const S
     const int64_t first_row = it.head * p.saved.rows_per_head + it.sequence->first_row +
                               chunk * rows_of_chunk(dims, dims.C);
     update_rows<S, kAligned>(
-        p, it, q, bank, x, rows, first_row, rows_of_chunk(dims, place.num_tokens)
+        p, it, ring, notes, q, bank, x, rows, first_row, rows_of_chunk(dims, place.num_tokens)
     );
     finish_rows(p, it, &round);
   }
@@ -196,7 +234,9 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_chunk_loop_kernel(const S
 // The row updates alone, from saved errors: brings the bank from the start of a segment to its end
 // and keeps the rows as they were at the start of each chunk.
 template <typename S, bool kAligned>
-__global__ void __launch_bounds__(kLoopThreads, 1) sdm_replay_loop_kernel(const SdmLoopParams p) {
+__global__ void __launch_bounds__(kLoopThreads, 1) sdm_replay_loop_kernel(
+    const __grid_constant__ SdmLoopParams p
+) {
   extern __shared__ __align__(16) float smem[];
   const LoopItem it(p);
   const SdmDims& dims = p.dims;
@@ -206,6 +246,8 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_replay_loop_kernel(const 
   const FloatView errors{
       p.errors, DType::kF32, {dims.T * dims.H * dims.D, dims.H * dims.D, dims.D, 1}
   };
+  const Ring ring(smem + 2 * p.records.Cp * kTokenStride<S>);
+  RowNote* notes = loop_notes(smem + 2 * p.records.Cp * kTokenStride<S>);
   unsigned round = 0;
   for (int64_t k = p.first_k; k < p.end_k; ++k) {
     const int64_t chunk = p.window.first_chunk + k;
@@ -216,13 +258,15 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_replay_loop_kernel(const 
     for (int i = threadIdx.x / kRowLanes; i < place.num_tokens; i += kRowGroups) {
       float row[kVec<S>];
       load_token_columns<S>(errors, view_row(errors, place, i), at, p.token_vectors, row);
-      store_token<S>(smem + i * kTokenStride<S>, row);
+      store_token<S>(smem + token_row_at(i) * kTokenStride<S>, row);
     }
     __syncthreads();  // errors are complete
     const int64_t reserved = rows_of_chunk(dims, dims.C);
     update_rows<S, kAligned>(
         p,
         it,
+        ring,
+        notes,
         it.record(p, k),
         bank,
         smem,

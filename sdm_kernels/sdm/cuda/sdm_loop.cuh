@@ -10,11 +10,71 @@
 #pragma once
 
 #include "sdm_kernels/cuda/group_barrier.cuh"
+#include "sdm_kernels/cuda/row_ring.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_product.cuh"
 
 namespace sdm::cuda {
 
 constexpr int kRowGroups = kLoopThreads / kRowLanes;  // rows that a block works on at a time
+
+// Row pieces that a thread keeps in flight: 64 KB a multiprocessor, twice what bandwidth times
+// latency asks for.
+constexpr int kRingDepth = 8;
+using Ring = RowRing<kRingDepth, kLoopThreads>;
+
+// What belongs to a row in flight, or to the lanes of rounds to come: shared by the eight lanes of
+// a row. Registers would do, were there more than six scoreboards: a load into a register that is
+// still in flight makes the use of older ones wait for it.
+struct RowNote {
+  int4 head;    // head_post or head_weight of the row's group
+  float decay;  // of the group
+  int begin;    // its first entry (backward)
+  int pad[2];
+};
+
+constexpr int kNoteBytes = kRingDepth * kRowGroups * static_cast<int>(sizeof(RowNote));
+constexpr int kRecordRounds = 3;  // rounds of lane records at hand: in use, next, arriving
+static_assert(kRecordRounds * kRowGroups * kRingDepth * 8 <= kNoteBytes);
+
+// The notes lie behind the ring.
+__device__ __forceinline__ RowNote* loop_notes(float* ring) {
+  return reinterpret_cast<RowNote*>(reinterpret_cast<char*>(ring) + Ring::kBytes);
+}
+
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes)
+                 : "memory");
+  }
+}
+
+// Starts the fetch of a lane's part of a row into a slot of the ring; a row that is not `valid`
+// reads as zeros.
+template <typename S, bool kAligned>
+__device__ __forceinline__ void fetch_piece(
+    const Ring& ring, int slot, const S* row, const LaneColumns& at, bool valid
+) {
+  if constexpr (kAligned) {
+    ring.issue(slot, row + at.first, valid && at.count > 0);
+  } else {
+    Piece<S> piece;
+    if (valid) {
+      piece = load_piece<S, kAligned>(row, at);
+    }
+    ring.put(slot, piece.raw);
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ Piece<S> fetched_piece(const Ring& ring, int slot) {
+  Piece<S> piece;
+  piece.raw = ring.get(slot);
+  return piece;
+}
 
 struct SdmLoopParams {
   SdmDims dims;
@@ -68,72 +128,6 @@ __device__ __forceinline__ int64_t
 view_row(const FloatView& view, const ChunkPlace& place, int64_t i) {
   return place.batch * view.stride[0] + (place.token + i) * view.stride[1] +
          place.head * view.stride[2];
-}
-
-// kVec columns of a token tensor; one or two 16-byte loads where the layout allows.
-template <typename S>
-__device__ __forceinline__ void load_token_columns(
-    const FloatView& view, int64_t row, const LaneColumns& at, bool vectors, float (&x)[kVec<S>]
-) {
-  const int64_t offset = row + at.first;
-  if (vectors && at.count == kVec<S>) {
-    if (view.dtype == DType::kF32) {
-      const float4* p =
-          reinterpret_cast<const float4*>(static_cast<const float*>(view.data) + offset);
-#pragma unroll
-      for (int part = 0; part < kVec<S> / 4; ++part) {
-        const float4 four = __ldg(p + part);
-        x[part * 4] = four.x;
-        x[part * 4 + 1] = four.y;
-        x[part * 4 + 2] = four.z;
-        x[part * 4 + 3] = four.w;
-      }
-      return;
-    }
-    if constexpr (kVec<S> == 8) {
-      const uint4 raw =
-          __ldg(reinterpret_cast<const uint4*>(static_cast<const __half*>(view.data) + offset));
-      if (view.dtype == DType::kBf16) {
-        Piece<__nv_bfloat16> piece;
-        piece.raw = raw;
-        unpack(piece, x);
-      } else {
-        Piece<__half> piece;
-        piece.raw = raw;
-        unpack(piece, x);
-      }
-      return;
-    }
-  }
-  load_any(view.data, view.dtype, offset, at.count, x);
-}
-
-template <typename S>
-__device__ __forceinline__ void store_token_columns(
-    void* data,
-    DType dtype,
-    int64_t row,
-    const LaneColumns& at,
-    bool vectors,
-    const float (&x)[kVec<S>]
-) {
-  const int64_t offset = row + at.first;
-  if (vectors && at.count == kVec<S>) {
-    if (dtype == DType::kF32) {
-      float4* p = reinterpret_cast<float4*>(static_cast<float*>(data) + offset);
-#pragma unroll
-      for (int part = 0; part < kVec<S> / 4; ++part) {
-        p[part] = make_float4(x[part * 4], x[part * 4 + 1], x[part * 4 + 2], x[part * 4 + 3]);
-      }
-      return;
-    }
-    if constexpr (kVec<S> == 8) {
-      uint4* p = reinterpret_cast<uint4*>(static_cast<__half*>(data) + offset);
-      *p = dtype == DType::kBf16 ? pack<__nv_bfloat16>(x).raw : pack<__half>(x).raw;
-      return;
-    }
-  }
-  store_any(data, dtype, offset, at.count, x);
 }
 
 // Brings rows [0, Cp) of token rows together in every block of an item: each wrote rows
@@ -195,10 +189,15 @@ __device__ __forceinline__ void own_rows(const SdmLoopParams& p, int rank, int* 
 // M[slot] = decay * M[slot] + sum over writes of post * e[token] for this block's share of the
 // written slots; the old rows go to rows [first_row, ...) of `saved_rows` unless that is null, and
 // the rest of the chunk's `reserved` rows is zeroed.
+//
+// Eight lanes take every 64th slot. Slot numbers are loaded in batches two rounds ahead; the row,
+// its note and the note's arrival go with the ring.
 template <typename S, bool kAligned>
 __device__ __forceinline__ void update_rows(
     const SdmLoopParams& p,
     const LoopItem& it,
+    const Ring& ring,
+    RowNote* notes,
     int64_t q,
     S* bank,
     const float* errors,
@@ -206,66 +205,102 @@ __device__ __forceinline__ void update_rows(
     int64_t first_row,
     int64_t reserved
 ) {
-  constexpr int kUnroll = 4;
   const SdmRecords& r = p.records;
   const int4* groups = r.group + q * r.n;
   const float* decays = r.group_decay + q * r.n;
+  const int4* heads = r.head_post + q * r.n;
   const int4* entries = r.entry + q * r.n;
+  const int64_t stride = p.bank.stride[2];
   const int count = r.group_count[q].x;
   const LaneColumns at = lane_columns<S>(it.slice, p.dims.D);
   const int begin = static_cast<int>(static_cast<int64_t>(count) * it.rank / p.group_blocks);
   const int end = static_cast<int>(static_cast<int64_t>(count) * (it.rank + 1) / p.group_blocks);
-  for (int base = begin + threadIdx.x / kRowLanes; base < end; base += kRowGroups * kUnroll) {
-    int4 group[kUnroll];
-    Piece<S> row[kUnroll];
+  const int row_group = static_cast<int>(threadIdx.x) / kRowLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
+  const int mine = begin + row_group;
+  constexpr int kRound = kRowGroups * kRingDepth;
+
+  int slot[kRingDepth] = {}, next[kRingDepth] = {}, after[kRingDepth] = {};
+  const auto load_slots = [&](int (&slots)[kRingDepth], int base) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int g = base + u * kRowGroups;
-      group[u] = g < end ? __ldg(groups + g) : make_int4(-1, 0, 0, 0);
+    for (int j = 0; j < kRingDepth; ++j) {
+      const int g = base + j * kRowGroups;
+      slots[j] = __ldg(&groups[g < end ? g : 0].x);
     }
-    int4 entry[kUnroll];
-    float decay[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (group[u].x >= 0) {
-        row[u] = load_piece<S, kAligned>(bank + group[u].x * p.bank.stride[2], at);
-        entry[u] = __ldg(entries + group[u].y);
-        decay[u] = __ldg(decays + base + u * kRowGroups);
-      }
+  };
+  const auto start = [&](int j, int g) {
+    const bool valid = g < end;
+    slot[j] = next[j];
+    fetch_piece<S, kAligned>(ring, j, bank + (valid ? slot[j] : 0) * stride, at, valid);
+    RowNote* note = notes + j * kRowGroups + row_group;
+    if (lane == 0 && valid) {
+      copy_async<16>(&note->head, heads + g);
     }
+    if (lane == 1 && valid) {
+      copy_async<4>(&note->decay, decays + g);
+    }
+    Ring::close();
+  };
+  // whole warps go round together, as the notes are shared by lanes
+  const int warp_first = begin + row_group / 4 * 4;
+  load_slots(next, mine);
+  load_slots(after, mine + kRound);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (group[u].x < 0) {
-        continue;
-      }
-      if (saved_rows != nullptr) {
-        store_piece<S, kAligned>(
-            saved_rows + (first_row + base + u * kRowGroups) * p.dims.D, at, row[u]
-        );
-      }
-      float x[kVec<S>];
-      unpack(row[u], x);
+  for (int j = 0; j < kRingDepth; ++j) {
+    start(j, mine + j * kRowGroups);
+  }
+  for (int base = warp_first; base < end; base += kRound) {
+    const int own = base - warp_first + mine;
 #pragma unroll
-      for (int i = 0; i < kVec<S>; ++i) {
-        x[i] *= decay[u];
-      }
-      int4 e = entry[u];
-      for (int k = 0;;) {
-        float error[kVec<S>];
-        load_token<S>(errors + (e.x & ~kOwnerBit) * kTokenStride<S>, error);
-        const float post = __int_as_float(e.z);
+    for (int j = 0; j < kRingDepth; ++j) {
+      next[j] = after[j];
+    }
+    load_slots(after, own + 2 * kRound);
+#pragma unroll
+    for (int j = 0; j < kRingDepth; ++j) {
+      Ring::wait<kRingDepth - 1>();
+      __syncwarp();  // the notes that other lanes fetched
+      const int g = own + j * kRowGroups;
+      if (g < end) {
+        const Piece<S> row = fetched_piece<S>(ring, j);
+        const RowNote note = notes[j * kRowGroups + row_group];
+        if (saved_rows != nullptr) {
+          store_piece<S, kAligned>(saved_rows + (first_row + g) * p.dims.D, at, row);
+        }
+        float x[kVec<S>];
+        unpack(row, x);
 #pragma unroll
         for (int i = 0; i < kVec<S>; ++i) {
-          x[i] = fmaf(post, error[i], x[i]);
+          x[i] *= note.decay;
         }
-        if (++k >= group[u].z) {
-          break;
+        const auto add = [&](int token, int post_bits) {
+          float error[kVec<S>];
+          load_token<S>(errors + token_row_at(token & kRowMask) * kTokenStride<S>, error);
+          const float post = __int_as_float(post_bits);
+#pragma unroll
+          for (int i = 0; i < kVec<S>; ++i) {
+            x[i] = fmaf(post, error[i], x[i]);
+          }
+        };
+        add(note.head.x, note.head.y);
+        if ((note.head.x & kSecondBit) != 0) {
+          add(note.head.z, note.head.w);
         }
-        e = __ldg(entries + group[u].y + k);
+        if ((note.head.x & kMoreBit) != 0) {
+          const int4 group = __ldg(groups + g);
+#pragma unroll 1
+          for (int k = 2; k < group.z; ++k) {
+            const int4 e = __ldg(entries + group.y + k);
+            add(e.x, e.z);
+          }
+        }
+        store_piece<S, kAligned>(bank + slot[j] * stride, at, pack<S>(x));
       }
-      store_piece<S, kAligned>(bank + group[u].x * p.bank.stride[2], at, pack<S>(x));
+      __syncwarp();  // the note may be overwritten
+      start(j, g + kRound);
     }
   }
+  Ring::wait<0>();  // nothing is left in flight for the next user of the ring
   if (saved_rows != nullptr && it.rank == 0) {
     for (int64_t g = count + threadIdx.x / kRowLanes; g < reserved; g += kRowGroups) {
       store_piece<S, kAligned>(saved_rows + (first_row + g) * p.dims.D, at, Piece<S>());

@@ -95,6 +95,8 @@ cudaError_t make_plan(
   carver.take(count, &r.log_decay);
   carver.take(count, &r.group);
   carver.take(count, &r.group_decay);
+  carver.take(count, &r.head_post);
+  carver.take(count, &r.head_weight);
   carver.take(num_q, &r.group_count);
   carver.take(num_q * dims.C, &r.beta);
   carver.take(cells, &r.inverse);

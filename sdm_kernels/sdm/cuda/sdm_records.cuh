@@ -32,13 +32,21 @@ struct SdmRecords {
   int4* group;  // [q][n] {slot, first entry, writes, reads}: groups with writes in ascending slot
                 // order, then those without
   float* group_decay;  // [q][n] exp of the sum of all gates of the group (1 without writes)
-  int2* group_count;   // [q] {groups with writes, all groups}
-  float* beta;         // [q][C]
-  float* inverse;      // [q][Cp][Cp] (I + A diag(beta))^-1, unit lower triangular, zero elsewhere
-  float* qk;           // [q][Cp][Cp] QK[i,j] * beta[j], lower triangular, zero elsewhere
+  int4* head_post;  // [q][n] by group {row, post bits} of its first and second entry, so that most
+  int4* head_weight;  //        groups need no look at `entry`; likewise {row, weight bits}
+  int2* group_count;  // [q] {groups with writes, all groups}
+  float* beta;        // [q][C]
+  float* inverse;     // [q][Cp][Cp] (I + A diag(beta))^-1, unit lower triangular, zero elsewhere
+  float* qk;          // [q][Cp][Cp] QK[i,j] * beta[j], lower triangular, zero elsewhere
 };
 
 constexpr int32_t kOwnerBit = 1 << 30;
+
+// In the first row of a head_post: the group has a second write, more than two writes. In the first
+// row of a head_weight: a second entry, more than two.
+constexpr int32_t kSecondBit = 1 << 29;
+constexpr int32_t kMoreBit = 1 << 28;
+constexpr int32_t kRowMask = kMoreBit - 1;
 
 // Dots of the backward, one plane a slice of columns; summed in slice order.
 struct SdmDots {

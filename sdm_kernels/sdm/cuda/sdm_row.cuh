@@ -127,6 +127,12 @@ __device__ __forceinline__ Piece<S> pack(const float (&x)[kVec<S>]) {
   return piece;
 }
 
+// Where a token's row lies in shared memory: inside every 16, rows four apart are neighbours. The
+// products read such rows at once (sdm_product.cuh).
+__device__ __forceinline__ int token_row_at(int i) {
+  return (i & ~15) | (i & 3) << 2 | (i >> 2 & 3);
+}
+
 // Token rows in shared memory. A lane's columns are cut into fours that lie 32 floats apart, so
 // that eight lanes reading their fours touch 128 consecutive bytes. The products treat columns
 // alike and never see the order.
@@ -153,19 +159,28 @@ __device__ __forceinline__ void store_token(float* row, const float (&x)[kVec<S>
   }
 }
 
-// Columns of a tensor of any float type at data + offset, zero outside the bank.
+// Columns of a tensor of any float type at data + offset, zero outside the bank. All loads are
+// started before the first conversion waits.
 template <int kCount>
 __device__ __forceinline__ void load_any(
     const void* data, DType dtype, int64_t offset, int count, float (&x)[kCount]
 ) {
+  if (dtype == DType::kF32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = i < count ? __ldg(static_cast<const float*>(data) + offset + i) : 0.0f;
+    }
+    return;
+  }
+  unsigned short raw[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    x[i] = 0.0f;
-    if (i < count) {
-      x[i] = dtype == DType::kF32    ? static_cast<const float*>(data)[offset + i]
-             : dtype == DType::kBf16 ? to_float(static_cast<const __nv_bfloat16*>(data)[offset + i])
-                                     : to_float(static_cast<const __half*>(data)[offset + i]);
-    }
+    raw[i] = i < count ? __ldg(static_cast<const unsigned short*>(data) + offset + i) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = dtype == DType::kBf16 ? __uint_as_float(static_cast<unsigned>(raw[i]) << 16)
+                                 : __half2float(__ushort_as_half(raw[i]));
   }
 }
 
@@ -187,13 +202,70 @@ __device__ __forceinline__ void store_any(
   }
 }
 
-// Sums over the eight lanes of a row; every lane gets the sum.
-__device__ __forceinline__ float row_sum(float x) {
+// kVec columns of a token tensor; one or two 16-byte loads where the layout allows.
+template <typename S>
+__device__ __forceinline__ void load_token_columns(
+    const FloatView& view, int64_t row, const LaneColumns& at, bool vectors, float (&x)[kVec<S>]
+) {
+  const int64_t offset = row + at.first;
+  if (vectors && at.count == kVec<S>) {
+    if (view.dtype == DType::kF32) {
+      const float4* p =
+          reinterpret_cast<const float4*>(static_cast<const float*>(view.data) + offset);
 #pragma unroll
-  for (int step = kRowLanes / 2; step > 0; step /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, step);
+      for (int part = 0; part < kVec<S> / 4; ++part) {
+        const float4 four = __ldg(p + part);
+        x[part * 4] = four.x;
+        x[part * 4 + 1] = four.y;
+        x[part * 4 + 2] = four.z;
+        x[part * 4 + 3] = four.w;
+      }
+      return;
+    }
+    if constexpr (kVec<S> == 8) {
+      const uint4 raw =
+          __ldg(reinterpret_cast<const uint4*>(static_cast<const __half*>(view.data) + offset));
+      if (view.dtype == DType::kBf16) {
+        Piece<__nv_bfloat16> piece;
+        piece.raw = raw;
+        unpack(piece, x);
+      } else {
+        Piece<__half> piece;
+        piece.raw = raw;
+        unpack(piece, x);
+      }
+      return;
+    }
   }
-  return x;
+  load_any(view.data, view.dtype, offset, at.count, x);
+}
+
+template <typename S>
+__device__ __forceinline__ void store_token_columns(
+    void* data,
+    DType dtype,
+    int64_t row,
+    const LaneColumns& at,
+    bool vectors,
+    const float (&x)[kVec<S>]
+) {
+  const int64_t offset = row + at.first;
+  if (vectors && at.count == kVec<S>) {
+    if (dtype == DType::kF32) {
+      float4* p = reinterpret_cast<float4*>(static_cast<float*>(data) + offset);
+#pragma unroll
+      for (int part = 0; part < kVec<S> / 4; ++part) {
+        p[part] = make_float4(x[part * 4], x[part * 4 + 1], x[part * 4 + 2], x[part * 4 + 3]);
+      }
+      return;
+    }
+    if constexpr (kVec<S> == 8) {
+      uint4* p = reinterpret_cast<uint4*>(static_cast<__half*>(data) + offset);
+      *p = dtype == DType::kBf16 ? pack<__nv_bfloat16>(x).raw : pack<__half>(x).raw;
+      return;
+    }
+  }
+  store_any(data, dtype, offset, at.count, x);
 }
 
 }  // namespace sdm::cuda

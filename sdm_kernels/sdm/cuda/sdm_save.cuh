@@ -50,7 +50,7 @@ struct SdmQuantiseParams {
 // Saves the rows that one chunk of every stream will write, before it does: one warp a row, since a
 // row has one scale. Rows reserved but not used are zeroed.
 template <typename S>
-__global__ void sdm_quantise_rows_kernel(const SdmQuantiseParams p) {
+__global__ void sdm_quantise_rows_kernel(const __grid_constant__ SdmQuantiseParams p) {
   const SdmDims& dims = p.dims;
   const int64_t reserved_most = rows_of_chunk(dims, dims.C);
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;

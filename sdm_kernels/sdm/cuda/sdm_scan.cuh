@@ -381,6 +381,20 @@ __device__ __forceinline__ void finish_entry(
     row += static_cast<int32_t>(dims.C);
   }
   const float weight = times_exp(value, log_decay);
+  if (e - group.y < 2) {
+    const int64_t head = (chunk_at + p.group_of[chunk_at + e]) * 2 + (e - group.y);
+    const auto flags = [](int32_t count) {
+      return (count > 1 ? kSecondBit : 0) | (count > 2 ? kMoreBit : 0);
+    };
+    const int32_t plain = row & kRowMask;
+    const bool first = e == group.y;
+    reinterpret_cast<int2*>(records.head_post)[head] =
+        make_int2(plain | (first ? flags(group.z) : 0), __float_as_int(post));
+    reinterpret_cast<int2*>(records.head_weight)[head] = make_int2(
+        plain | (first ? flags(group.z + group.w) : 0) | (id.write ? kOwnerBit : 0),
+        __float_as_int(weight)
+    );
+  }
   records.entry[chunk_at + e] = make_int4(row, __float_as_int(weight), __float_as_int(post), lane);
   records.lane[chunk_at + lane] = make_int2(slot, __float_as_int(weight));
   if (lane < dims.C * dims.W) {

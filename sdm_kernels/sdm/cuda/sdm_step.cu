@@ -15,26 +15,47 @@ cudaError_t launch_sdm_step(const SdmCudaFwdParams& params, cudaStream_t stream)
   if (blocks == 0 || dims.T == 0) {
     return cudaSuccess;
   }
+  const bool aligned = aligned_bank(base.bank, base.bank_dtype, dims.D);
   const SdmStepParams p{
-      dims, base.tokens, params.state_indices, params.pool, base.bank, base.out, num_slices
+      dims,
+      base.tokens,
+      params.state_indices,
+      params.pool,
+      base.bank,
+      base.out,
+      num_slices,
+      aligned && aligned_tokens(base.tokens.v, dims.D)
   };
   // as few threads as still hold all rows in registers; it sets the order of sums, so it depends on
   // the shape alone
   const int64_t rows = dims.W + dims.R;
   const int threads = rows <= 32 * kStepHeld ? 256 : rows <= 64 * kStepHeld ? 512 : 1024;
-  const bool aligned = aligned_bank(base.bank, base.bank_dtype, dims.D);
   return dispatch_bank(base.bank_dtype, [&](auto* type) {
     using S = std::remove_pointer_t<decltype(type)>;
     const int64_t smem = step_smem(dims.W, dims.R, threads, kSliceColumns<S>);
-    return launch_loop(
-        aligned ? &sdm_step_kernel<S, true> : &sdm_step_kernel<S, false>,
-        p,
-        blocks,
-        threads,
-        smem,
-        false,
-        stream
-    );
+    const auto launch = [&](auto* small, auto* medium, auto* large) {
+      return launch_loop(
+          threads == 256   ? small
+          : threads == 512 ? medium
+                           : large,
+          p,
+          blocks,
+          threads,
+          smem,
+          false,
+          stream
+      );
+    };
+    return aligned ? launch(
+                         &sdm_step_kernel<S, true, 256>,
+                         &sdm_step_kernel<S, true, 512>,
+                         &sdm_step_kernel<S, true, 1024>
+                     )
+                   : launch(
+                         &sdm_step_kernel<S, false, 256>,
+                         &sdm_step_kernel<S, false, 512>,
+                         &sdm_step_kernel<S, false, 1024>
+                     );
   });
 }
 

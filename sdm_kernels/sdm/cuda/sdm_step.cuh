@@ -23,6 +23,7 @@ struct SdmStepParams {
   BankView bank;
   void* out;
   int64_t num_slices;
+  bool token_vectors;  // v and out rows are on 16-byte boundaries
 };
 
 // Rows of a group that stay in registers between the two passes; further ones are fetched again.
@@ -39,7 +40,7 @@ struct StepLanes {
 
 __host__ __device__ constexpr int64_t step_smem(int64_t W, int64_t R, int threads, int columns) {
   const int64_t parts = static_cast<int64_t>(threads) / 32 * columns;
-  return (5 * W + 3 * R + (parts > W ? parts : W)) * 4;
+  return (5 * W + 3 * R + (parts > W ? parts : W)) * 4 + 16;
 }
 
 __device__ __forceinline__ int load_slot(const IndexView& view, int64_t offset, int64_t num_slots) {
@@ -48,60 +49,84 @@ __device__ __forceinline__ int load_slot(const IndexView& view, int64_t offset, 
   return slot >= 0 && slot < num_slots ? static_cast<int>(slot) : -1;
 }
 
+// A value as it lies in memory: converting it waits for the load, so that is left for later.
+__device__ __forceinline__ unsigned load_raw(const FloatView& view, int64_t offset) {
+  return view.dtype == DType::kF32 ? __ldg(static_cast<const unsigned*>(view.data) + offset)
+                                   : __ldg(static_cast<const unsigned short*>(view.data) + offset);
+}
+
+__device__ __forceinline__ float raw_value(const FloatView& view, unsigned raw) {
+  return view.dtype == DType::kF32 ? __uint_as_float(raw)
+         : view.dtype == DType::kBf16
+             ? __uint_as_float(raw << 16)
+             : __half2float(__ushort_as_half(static_cast<unsigned short>(raw)));
+}
+
 __device__ __forceinline__ float load_value(const FloatView& view, int64_t offset) {
-  float x[1];
-  load_any(view.data, view.dtype, offset, 1, x);
-  return x[0];
+  return raw_value(view, load_raw(view, offset));
 }
 
 // Sums x over all groups of the block, in a fixed order; every group gets its columns' sums.
-template <int kCount>
+template <int kWarps, int kCount>
 __device__ __forceinline__ void block_sum(float (&x)[kCount], float* parts) {
   constexpr int kColumns = kRowLanes * kCount;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     x[i] += __shfl_xor_sync(0xffffffffu, x[i], 8);
     x[i] += __shfl_xor_sync(0xffffffffu, x[i], 16);
   }
   __syncthreads();  // the last sum has been read
+  // a lane's columns in fours, 32 floats apart: eight lanes touch 128 consecutive bytes
   if (lane < kRowLanes) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      parts[warp * kColumns + i * kRowLanes + lane] = x[i];
+    for (int four = 0; four < kCount / 4; ++four) {
+      *reinterpret_cast<float4*>(parts + warp * kColumns + four * 32 + lane * 4) =
+          make_float4(x[four * 4], x[four * 4 + 1], x[four * 4 + 2], x[four * 4 + 3]);
     }
   }
   __syncthreads();  // all parts are there
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    float total = 0.0f;
-    for (int w = 0; w < warps; ++w) {
-      total += parts[w * kColumns + i * kRowLanes + lane % kRowLanes];
+    x[i] = 0.0f;
+  }
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+#pragma unroll
+    for (int four = 0; four < kCount / 4; ++four) {
+      const float4 part =
+          *reinterpret_cast<const float4*>(parts + w * kColumns + four * 32 + lane % kRowLanes * 4);
+      x[four * 4] += part.x;
+      x[four * 4 + 1] += part.y;
+      x[four * 4 + 2] += part.z;
+      x[four * 4 + 3] += part.w;
     }
-    x[i] = total;
   }
 }
 
-template <typename S, bool kAligned>
-__global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
+template <typename S, bool kAligned, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == 256 ? 4 : 1) sdm_step_kernel(
     const __grid_constant__ SdmStepParams p
 ) {
   extern __shared__ __align__(16) unsigned char step_memory[];
   const SdmDims& dims = p.dims;
   const int W = static_cast<int>(dims.W), R = static_cast<int>(dims.R);
-  const int threads = static_cast<int>(blockDim.x);
+  constexpr int threads = kThreads;
+  constexpr int kWarps = kThreads / 32;
   StepLanes s;
   s.slot = reinterpret_cast<int*>(step_memory);
   s.weight = reinterpret_cast<float*>(s.slot + W + R);
   s.owner = reinterpret_cast<int*>(s.weight + W + R);
   s.decay = reinterpret_cast<float*>(s.owner + W + R);
   s.key = s.decay + W;
-  float* parts = s.key + W;
+  // 16-byte aligned
+  float* parts = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(s.key + W) + 15) / 16 * 16);
 
-  const int64_t stream = blockIdx.x / p.num_slices;
-  const int64_t slice = blockIdx.x % p.num_slices;
-  const int64_t n = stream / dims.H, head = stream % dims.H;
+  // 32-bit divisions: 64-bit ones take longer than the sums
+  const unsigned num_slices = static_cast<unsigned>(p.num_slices);
+  const unsigned stream = blockIdx.x / num_slices, heads = static_cast<unsigned>(dims.H);
+  const int64_t slice = blockIdx.x % num_slices;
+  const int64_t n = stream / heads, head = stream % heads;
   int64_t row_of_pool = n;
   if (p.state_indices.data != nullptr) {
     row_of_pool = p.state_indices.is_int64 ? static_cast<const int64_t*>(p.state_indices.data)[n]
@@ -127,7 +152,56 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
 
   for (int64_t t = 0; t < dims.T; ++t) {
     __syncthreads();  // the last token's rows are stored and its lanes no longer needed
-    for (int a = threadIdx.x; a < W + R; a += threads) {
+    // each group reads the slots of its own rows, so that the rows need not wait for a barrier
+    Piece<S> held[kStepHeld];
+    int held_slot[kStepHeld];
+#pragma unroll
+    for (int u = 0; u < kStepHeld; ++u) {
+      const int a = group + u * groups;
+      const bool write = a < W;
+      const IndexView& index = write ? in.write_idx : in.read_idx;
+      const int64_t lane = write ? a : a - W;
+      held_slot[u] =
+          a < W + R ? load_slot(index, offset_of(index, t) + lane * index.stride[3], dims.S) : -1;
+    }
+    // loads whose values are needed late, started early and looked at late
+    const int own = static_cast<int>(threadIdx.x);
+    const FloatView& own_view = own < W ? in.write_val : in.read_val;
+    const int64_t own_lane = own < W ? own : own < W + R ? own - W : 0;
+    const unsigned raw_weight =
+        load_raw(own_view, offset_of(own_view, t) + own_lane * own_view.stride[3]);
+    const unsigned raw_gate = load_raw(
+        in.g, offset_of(in.g, t) + (dims.gate_per_write && own < W ? own * in.g.stride[3] : 0)
+    );
+    const unsigned raw_beta = load_raw(in.beta, offset_of(in.beta, t));
+    uint4 raw_v[2] = {};
+    const int64_t v_row = offset_of(in.v, t) + at.first;
+    const bool v_vectors = p.token_vectors && at.count == kVec<S>;
+    if (v_vectors && in.v.dtype == DType::kF32) {
+      const uint4* from =
+          reinterpret_cast<const uint4*>(static_cast<const float*>(in.v.data) + v_row);
+#pragma unroll
+      for (int part = 0; part < kVec<S> / 4; ++part) {
+        raw_v[part] = __ldg(from + part);
+      }
+    } else if (v_vectors && kVec<S> == 8) {
+      raw_v[0] =
+          __ldg(reinterpret_cast<const uint4*>(static_cast<const __half*>(in.v.data) + v_row));
+    }
+#pragma unroll
+    for (int u = 0; u < kStepHeld; ++u) {
+      if (held_slot[u] >= 0) {
+        held[u] = load_piece<S, kAligned>(bank + held_slot[u] * stride, at);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kStepHeld; ++u) {
+      const int a = group + u * groups;
+      if (a < W + R && threadIdx.x % kRowLanes == 0) {
+        s.slot[a] = held_slot[u];
+      }
+    }
+    for (int a = kStepHeld * groups + own; a < W + R; a += threads) {
       const bool write = a < W;
       const IndexView& index = write ? in.write_idx : in.read_idx;
       const int64_t lane = write ? a : a - W;
@@ -135,14 +209,6 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
     }
     __syncthreads();  // all slots are there
 
-    Piece<S> held[kStepHeld];
-#pragma unroll
-    for (int u = 0; u < kStepHeld; ++u) {
-      const int a = group + u * groups;
-      if (a < W + R && s.slot[a] >= 0) {
-        held[u] = load_piece<S, kAligned>(bank + s.slot[a] * stride, at);
-      }
-    }
     // while the rows come: weights, owners, decays
     bool ascending = true;
     for (int a = threadIdx.x; a < W; a += threads) {
@@ -151,7 +217,8 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
     ascending = __syncthreads_and(ascending);
     for (int a = threadIdx.x; a < W; a += threads) {
       const int64_t at_k = offset_of(in.write_val, t) + a * in.write_val.stride[3];
-      const float k = load_value(in.write_val, at_k);
+      const float k =
+          a < threads ? raw_value(in.write_val, raw_weight) : load_value(in.write_val, at_k);
       int owner = a;
       if (!ascending && s.slot[a] >= 0) {
         for (owner = 0; s.slot[owner] != s.slot[a]; ++owner) {
@@ -159,7 +226,8 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
       }
       const int64_t at_g = offset_of(in.g, t) + (dims.gate_per_write ? owner * in.g.stride[3] : 0);
       s.owner[a] = owner;
-      s.decay[a] = expf(load_value(in.g, at_g));
+      s.decay[a] =
+          expf(a < threads && owner == a ? raw_value(in.g, raw_gate) : load_value(in.g, at_g));
       s.key[a] = k;
       s.weight[a] = k * s.decay[a];
     }
@@ -182,10 +250,15 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
         }
       }
     }
-    for (int b = threadIdx.x; b < R; b += threads) {
+    for (int lane = threadIdx.x; lane < W + R; lane += threads) {
+      const int b = lane - W;
+      if (b < 0) {
+        continue;
+      }
       const int64_t at_q = offset_of(in.read_val, t) + b * in.read_val.stride[3];
-      s.weight[W + b] = load_value(in.read_val, at_q);
-      const int slot = s.slot[W + b];
+      s.weight[lane] =
+          lane < threads ? raw_value(in.read_val, raw_weight) : load_value(in.read_val, at_q);
+      const int slot = s.slot[lane];
       int found = -1;
       if (ascending) {
         int low = 0, high = W;
@@ -203,7 +276,7 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
           found = s.slot[a] == slot ? a : -1;
         }
       }
-      s.owner[W + b] = slot < 0 ? -1 : found;
+      s.owner[lane] = slot < 0 ? -1 : found;
     }
     __syncthreads();  // lanes are complete
 
@@ -232,10 +305,24 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
         sum[i] = fmaf(weight, x[i], sum[i]);
       }
     }
-    block_sum(sum, parts);
+    block_sum<kWarps>(sum, parts);
+    const float beta = raw_value(in.beta, raw_beta);
     float delta[kVec<S>];
-    load_any(in.v.data, in.v.dtype, offset_of(in.v, t) + at.first, at.count, delta);
-    const float beta = load_value(in.beta, offset_of(in.beta, t));
+    if (v_vectors && in.v.dtype == DType::kF32) {
+      const unsigned* raw = reinterpret_cast<const unsigned*>(raw_v);
+#pragma unroll
+      for (int i = 0; i < kVec<S>; ++i) {
+        delta[i] = __uint_as_float(raw[i]);
+      }
+    } else if (v_vectors && kVec<S> == 8) {
+      const unsigned* raw = reinterpret_cast<const unsigned*>(raw_v);
+#pragma unroll
+      for (int i = 0; i < kVec<S>; ++i) {
+        delta[i] = raw_value(in.v, raw[i / 2] >> (i % 2 * 16) & 0xffffu);
+      }
+    } else {
+      load_any(in.v.data, in.v.dtype, v_row, at.count, delta);
+    }
 #pragma unroll
     for (int i = 0; i < kVec<S>; ++i) {
       delta[i] = beta * (delta[i] - sum[i]);
@@ -267,7 +354,7 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
         }
       }
     }
-    block_sum(sum, parts);  // and with its barriers every reader has the old rows it wants
+    block_sum<kWarps>(sum, parts);  // and with its barriers every reader has the old rows it wants
     for (int u = 0, a = group; a < W; ++u, a += groups) {
       float x[kVec<S>];
       if (new_row(u, a, x)) {
@@ -275,8 +362,8 @@ __global__ void __launch_bounds__(1024, 1) sdm_step_kernel(
       }
     }
     if (group == 0) {
-      const int64_t offset = ((n * dims.T + t) * dims.H + head) * dims.D + at.first;
-      store_any(p.out, in.v.dtype, offset, at.count, sum);
+      const int64_t row = ((n * dims.T + t) * dims.H + head) * dims.D;
+      store_token_columns<S>(p.out, in.v.dtype, row, at, p.token_vectors, sum);
     }
   }
 }
