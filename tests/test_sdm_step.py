@@ -46,7 +46,11 @@ def test_prefill_equals_functional_form(sdm, device, case):
 def test_step_is_prefill_with_chunks_of_one(sdm, device, case):
     inputs = make(own_bank(case), device)
     step = in_place(sdm.recurrent_sdm_, inputs)
-    assert_same_bits(in_place(sdm.chunk_sdm_, inputs, chunk_size=1), step)
+    chunks = in_place(sdm.chunk_sdm_, inputs, chunk_size=1)
+    if device.type == "cpu":
+        assert_same_bits(chunks, step)
+    else:  # two kernels, two orders of sums
+        assert_close(chunks, step, precision(inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -140,6 +140,8 @@ def _sdm_tensors_fit(
         for x in tensors:
             if not x.is_cpu or x.layout is not torch.strided:
                 device = v.device
+                if device.type != "cuda" or v.dtype == torch.float64:
+                    return False
                 if any(y.device != device or y.layout is not torch.strided for y in tensors):
                     return False
                 break

@@ -90,6 +90,11 @@ def _run(
     chunk_size = mixer.config.chunk_size
     if state is None or isinstance(state, torch.Tensor):
         bank = initial_bank(mixer) if state is None else state
+        if mixer.config.grad_bank_fp32 and bank.is_cuda and bank.dtype != torch.float32:
+            raise NotImplementedError(
+                "SparseDeltaMemory: grad_bank_fp32 on CUDA needs a float32 bank, "
+                f"got {str(bank.dtype).split('.')[-1]}"
+            )
         readings, final_bank = chunk_sdm(
             *inputs,
             bank,

@@ -73,8 +73,9 @@ class SparseDeltaMemoryConfig:
         key_weighted_decay: Scale the log-decay of each write by its weight (one gate per write).
         snapshot_quant: What training keeps for the backward: "none" (exact gradients), "bf16",
             "fp8" or "int4" (less memory, approximate gradients).
-        grad_bank_fp32: Accepted with either value. Bank gradients are always accumulated in
-            float32 and rounded once.
+        grad_bank_fp32: Whether bank gradients must be accumulated in float32 and rounded once. On
+            the CPU they always are. On CUDA they are with a float32 bank only; a 16-bit bank then
+            raises NotImplementedError.
         cuda_graph: Must be False; graphs are captured outside the module.
         log_memory_access_stats: Must be False.
         log_memory_norms: Must be False.

@@ -118,7 +118,10 @@ def chunk_sdm(
     in the batch. ``"replay"`` and ``"rows"`` give the same bits. Different chunk sizes round
     differently.
 
-    Support: CPU; other devices raise NotImplementedError. S up to 2**31 - 1.
+    Support: CPU, and CUDA from compute capability 8.0 without float64; anything else raises
+    NotImplementedError. S up to 2**31 - 1. On CUDA a chunk has at most 256 tokens (a longer
+    ``chunk_size`` is cut), the gradient of a bank is kept in the bank's dtype and rounded once for
+    each chunk that touches a row, and a value that is not finite may reach every token of its chunk.
 
     Works under ``torch.compile(fullgraph=True)`` with dynamic B and T, ``torch.export`` and both
     kinds of activation checkpointing. Autocast changes nothing: dtypes are taken as given.
@@ -215,8 +218,7 @@ def chunk_sdm_(
 
     Determinism: the bits of ``chunk_sdm`` without gradients, whatever the row of the pool.
 
-    Support: CPU; other devices raise NotImplementedError. Works under ``torch.compile`` (the schema
-    declares the mutation); autocast changes nothing; working memory does not grow with T.
+    Support: as ``chunk_sdm``. Works under ``torch.compile`` (the schema declares the mutation); autocast changes nothing; working memory does not grow with T.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -296,10 +298,9 @@ def recurrent_sdm_(
     for each token that writes it. Tolerances: docs/numerics.md, class "step".
 
     Determinism: bitwise the same from run to run, for any number of threads and any batch around;
-    ``chunk_sdm_`` with ``chunk_size=1`` gives the same bits.
+    on the CPU ``chunk_sdm_`` with ``chunk_size=1`` gives the same bits.
 
-    Support: CPU; other devices raise NotImplementedError. Works under ``torch.compile`` (the schema
-    declares the mutation); autocast changes nothing.
+    Support: as ``chunk_sdm``. Works under ``torch.compile`` (the schema declares the mutation); autocast changes nothing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -344,7 +345,7 @@ def check_indices(idx: Tensor, num_slots: int) -> None:
 
     Effects: none. Nothing is differentiable. Under ``torch.compile`` it is a graph break.
 
-    Support: CPU; other devices raise NotImplementedError.
+    Support: CPU and CUDA; it waits for the device.
 
     Raises:
         IndexError: an id is outside.
