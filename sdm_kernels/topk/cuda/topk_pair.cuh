@@ -247,11 +247,20 @@ __device__ __forceinline__ void select_row(
   );
 }
 
-// One warp per block: addresses in shared memory are then constants, and 32 blocks, the most a
-// multiprocessor takes on every card, are as many warps as its registers allow.
+// Blocks that a multiprocessor takes at most.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870)
+constexpr int kMaxBlocks = 16;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kMaxBlocks = 24;
+#else
+constexpr int kMaxBlocks = 32;
+#endif
+
+// One warp per block, so that addresses in shared memory are constants; small rows get by with the
+// 64 registers that 32 blocks leave them.
 template <typename Traits>
 constexpr int pair_blocks() {
-  return Traits::kColumns <= 32 && Traits::kMaxSelected <= 64 ? 32 : 16;
+  return Traits::kColumns <= 32 && Traits::kMaxSelected <= 64 ? kMaxBlocks : 16;
 }
 
 template <typename Traits>
