@@ -2,8 +2,8 @@
 //! @file The pairs of ranks (i, j) with (i + 1) * (j + 1) <= c: candidates of the warp kernel.
 //!
 //! One table per upper limit of c, in row order: lanes next to each other then read scores that are
-//! next to each other. An entry is 4 * i | 4 * j << 10 | ((i + 1) * (j + 1) - 1) << 20, so that
-//! ranks are offsets in bytes and a smaller c takes the entries below c << 20.
+//! next to each other. An entry is i | j << 8 | ((i + 1) * (j + 1) - 1) << 16, so that a smaller c
+//! takes the entries below c << 16.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,10 @@ constexpr int count_pairs(int limit) {
   return count;
 }
 
-constexpr uint32_t kNoPair = 0xfff00000u;
-
 template <int kLimit>
 struct Hyperbola {
   // Per lane; entries behind the last pair are beyond every c.
-  static constexpr int kCount = count_pairs(kLimit);
-  static constexpr int kPerLane = (kCount + kWarp - 1) / kWarp;
+  static constexpr int kPerLane = (count_pairs(kLimit) + kWarp - 1) / kWarp;
 
   uint32_t entries[kPerLane * kWarp];
 };
@@ -37,11 +34,11 @@ constexpr Hyperbola<kLimit> make_hyperbola() {
   int at = 0;
   for (int i = 1; i <= kLimit; ++i) {
     for (int j = 1; i * j <= kLimit; ++j) {
-      table.entries[at++] = static_cast<uint32_t>((i - 1) << 2 | (j - 1) << 12 | (i * j - 1) << 20);
+      table.entries[at++] = static_cast<uint32_t>((i - 1) | (j - 1) << 8 | (i * j - 1) << 16);
     }
   }
   for (; at < Hyperbola<kLimit>::kPerLane * kWarp; ++at) {
-    table.entries[at] = kNoPair;
+    table.entries[at] = 0xffff0000u;
   }
   return table;
 }
@@ -52,7 +49,7 @@ const __device__ Hyperbola<128> g_hyperbola_128 = make_hyperbola<128>();
 const __device__ Hyperbola<256> g_hyperbola_256 = make_hyperbola<256>();
 
 template <int kLimit>
-const __device__ __forceinline__ uint32_t* hyperbola() {
+__device__ const __forceinline__ uint32_t* hyperbola() {
   if constexpr (kLimit == 32) {
     return g_hyperbola_32.entries;
   } else if constexpr (kLimit == 64) {
@@ -66,31 +63,11 @@ const __device__ __forceinline__ uint32_t* hyperbola() {
 }
 
 __device__ __forceinline__ int pair_first(uint32_t entry) {
-  return static_cast<int>((entry >> 2) & 0xffu);
+  return static_cast<int>(entry & 0xffu);
 }
 
 __device__ __forceinline__ int pair_second(uint32_t entry) {
-  return static_cast<int>((entry >> 12) & 0xffu);
-}
-
-// What comes before every entry with more than `num_sums` pairs up to it.
-__device__ __forceinline__ uint32_t pairs_end(int num_sums) {
-  return static_cast<uint32_t>(num_sums) << 20;
-}
-
-// The elements of two lists at the ranks of an entry.
-template <typename Element>
-__device__ __forceinline__ Element at_first(const Element* list, uint32_t entry) {
-  static_assert(sizeof(Element) == 4);
-  return *reinterpret_cast<const Element*>(reinterpret_cast<const char*>(list) + (entry & 0x3fcu));
-}
-
-template <typename Element>
-__device__ __forceinline__ Element at_second(const Element* list, uint32_t entry) {
-  static_assert(sizeof(Element) == 4);
-  return *reinterpret_cast<const Element*>(
-      reinterpret_cast<const char*>(list) + (entry >> 10 & 0x3fcu)
-  );
+  return static_cast<int>((entry >> 8) & 0xffu);
 }
 
 }  // namespace sdm::topk
