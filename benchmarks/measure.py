@@ -159,7 +159,7 @@ def measure_sdm(run, name, shape):
     d_out = torch.randn_like(inputs[2])
     check_sdm(run, name, shape, inputs, d_out)
     rows = count_rows(inputs[0], inputs[5], num_slots(shape), CHUNK)
-    sizes = sdm_bytes(*rows, shape["D"], inputs[-1].dtype)
+    sizes = sdm_bytes(*rows, shape["D"], inputs[-1].dtype, run.device.type == "cuda")
     state = inputs[-1].clone()
     leaves = with_grad(inputs)
     eager_styles = {"eager": False, "eager bags": True}

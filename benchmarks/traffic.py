@@ -6,11 +6,15 @@ Rows moved, each of D elements:
 
     forward            gather: U read; update: U_w read, U_w written              U + 2 U_w
       keeping rows     old rows written                                               +   U_w
-    replay             update once more, old rows written                             + 3 U_w
+    replay             update once more, from row to kept row                         + 2 U_w
+      in place         old rows written besides                                       +   U_w
     backward           gradient rows of written slots read (their sum goes back
                        to the values), then of all touched ones read and written    2 U +   U_w
-                       rows before the chunk read (bank or kept ones),
-                       bank put back                                                  U +   U_w
+                       rows before the chunk read (bank or kept ones)                 U
+      in place         bank put back                                                  +   U_w
+
+"In place" is a backward that works in one bank, as the CUDA kernels do; those of the CPU read every
+row where it was kept.
 
 Gradient rows are float32 (float64 for a float64 bank), all others have the bank's dtype. Passes over
 whole banks (the copy of the initial bank, the zeroed gradient, checkpoints), the token rows and the
@@ -35,16 +39,17 @@ def count_rows(write_idx, read_idx, num_slots, chunk_size):
     return distinct(write_idx, read_idx), distinct(write_idx)
 
 
-def sdm_bytes(touched, written, dim, dtype):
-    """Return {pass: bytes} for the passes that `measure.py` times."""
+def sdm_bytes(touched, written, dim, dtype, in_place):
+    """Return {pass: bytes} for the passes that `measure.py` times; `in_place` as above."""
     row = dim * dtype.itemsize
     gradient_row = dim * max(4, dtype.itemsize)
     forward = (touched + 2 * written) * row
-    backward = (2 * touched + written) * gradient_row + (touched + written) * row
+    moved = written if in_place else 0
+    backward = (2 * touched + written) * gradient_row + (touched + moved) * row
     return {
         "forward": forward,
         "rows": forward + written * row + backward,
-        "replay": forward + 3 * written * row + backward,
+        "replay": forward + (2 * written + moved) * row + backward,
     }
 
 
