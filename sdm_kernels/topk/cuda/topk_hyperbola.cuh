@@ -49,7 +49,7 @@ const __device__ Hyperbola<128> g_hyperbola_128 = make_hyperbola<128>();
 const __device__ Hyperbola<256> g_hyperbola_256 = make_hyperbola<256>();
 
 template <int kLimit>
-__device__ const __forceinline__ uint32_t* hyperbola() {
+const __device__ __forceinline__ uint32_t* hyperbola() {
   if constexpr (kLimit == 32) {
     return g_hyperbola_32.entries;
   } else if constexpr (kLimit == 64) {
