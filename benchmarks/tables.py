@@ -57,17 +57,17 @@ def time_table(records):
 def brief_table(report):
     """The kernel against the eager yardsticks, one line each."""
     records = report["results"]
-    head = ["shape", "what", "median", "than eager", "than eager bags"]
+    head = ["shape", "what", "threads", "median", "than eager", "than eager bags"]
     rows = []
     for record in records:
         if record["who"].startswith("kernel") and "median_ms" in record:
             detail = record["who"].partition(", ")[2]
             what = record["op"] + (f", {detail}" if detail else "")
             ratios = [speedup(record, records, style) for style in ("eager", "eager bags")]
-            rows.append([record["shape"], what, time_of(record["median_ms"]), *ratios])
+            time = time_of(record["median_ms"])
+            rows.append([record["shape"], what, record["threads"] or "", time, *ratios])
     facts = report["machine"]
-    threads = " or ".join(str(n) for n in sorted({r["threads"] for r in records if r["threads"]}))
-    where = facts.get("gpu") or f"{facts['cpu']}, threads: {threads}"
+    where = facts.get("gpu") or facts["cpu"]
     return f"{where}, torch {facts['torch']}:\n\n{rows_to_markdown(head, rows)}"
 
 
