@@ -119,9 +119,10 @@ def chunk_sdm(
     differently.
 
     Support: CPU, and CUDA from compute capability 8.0 without float64; anything else raises
-    NotImplementedError. S up to 2**31 - 1. On CUDA a chunk has at most 256 tokens (a longer
-    ``chunk_size`` is cut), the gradient of a bank is kept in the bank's dtype and rounded once for
-    each chunk that touches a row, and a value that is not finite may reach every token of its chunk.
+    NotImplementedError. S up to 2**31 - 1. On CUDA a chunk has at most 256 tokens, less where a
+    block has less shared memory (a longer ``chunk_size`` is cut); the gradient of a bank is kept in
+    the bank's dtype and rounded once for each chunk that touches a row; a value that is not finite
+    may reach every token of its chunk.
 
     Works under ``torch.compile(fullgraph=True)`` with dynamic B and T, ``torch.export`` and both
     kinds of activation checkpointing. Autocast changes nothing: dtypes are taken as given.
@@ -159,7 +160,7 @@ def chunk_sdm(
 
     floats = (write_val, v, beta, g, read_val, initial_state)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in floats)
-    chunk = effective_chunk_size(v.device, chunk_size)
+    chunk = effective_chunk_size(v.device, chunk_size, initial_state.dtype)
     out, final_state, *_ = ops.sdm_chunk_fwd(
         *_dense_tokens(*tokens),
         dense_rows(initial_state),
@@ -245,7 +246,7 @@ def chunk_sdm_(
         *_dense_tokens(*tokens),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
         None if state_indices is None else state_indices.contiguous(),
-        effective_chunk_size(v.device, chunk_size),
+        effective_chunk_size(v.device, chunk_size, state.dtype),
     )
     _note_mutation(state)
     return out
@@ -378,15 +379,34 @@ def check_indices(idx: Tensor, num_slots: int) -> None:
     )
 
 
-# What the shared memory of a CUDA block holds; longer chunks are cut there.
 _CUDA_MAX_CHUNK = 256
 
 
-def effective_chunk_size(device: torch.device, chunk_size: Optional[int]) -> int:
+def cuda_chunk_limit(shared_memory: int, element_size: int) -> int:
+    """Return the most tokens of a chunk that a CUDA block holds, a multiple of 16 up to 256.
+
+    Two rows of float32 a token, of 64 columns for a 16-bit bank and 32 for float32, 8 more each to
+    keep clear of bank conflicts; 80 KiB for rows in flight (``chunk_loop_smem`` in sdm_chunk_loop.cuh).
+    """
+    columns = 128 // element_size + 8
+    tokens = (shared_memory - 80 * 1024) // (2 * columns * 4)
+    return max(16, min(tokens // 16 * 16, _CUDA_MAX_CHUNK))
+
+
+@torch.compiler.assume_constant_result
+def _device_chunk_limit(device: torch.device, element_size: int) -> int:
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return cuda_chunk_limit(shared_memory, element_size)
+
+
+def effective_chunk_size(
+    device: torch.device, chunk_size: Optional[int], bank_dtype: torch.dtype
+) -> int:
     """Return the chunk size that a call on ``device`` works with; None asks for a tuned one."""
     if device.type != "cuda":
         return 64 if chunk_size is None else chunk_size
-    return _CUDA_MAX_CHUNK if chunk_size is None else min(chunk_size, _CUDA_MAX_CHUNK)
+    limit = _device_chunk_limit(device, bank_dtype.itemsize)
+    return limit if chunk_size is None else min(chunk_size, limit)
 
 
 def segment_chunks(num_slots: int, lanes: int, chunk_size: int) -> int:

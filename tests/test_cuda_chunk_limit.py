@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens a chunk has on a card is a matter of its shared memory alone."""
+
+import importlib
+
+import pytest
+import torch
+
+KIB = 1024
+
+
+@pytest.fixture
+def module(sdm):
+    return importlib.import_module(sdm.chunk_sdm.__module__)
+
+
+@pytest.mark.parametrize(
+    "shared_memory, element_size, limit",
+    [
+        (227 * KIB, 2, 256),  # 9.0, 10.0
+        (227 * KIB, 4, 256),
+        (163 * KIB, 2, 144),  # 8.0
+        (163 * KIB, 4, 256),
+        (99 * KIB, 2, 32),  # 8.6, 8.9, 12.0
+        (99 * KIB, 4, 48),
+    ],
+)
+def test_limit_of_known_cards(module, shared_memory, element_size, limit):
+    assert module.cuda_chunk_limit(shared_memory, element_size) == limit
+    # what the kernels ask for: two rows of 128 bytes' columns + 8 a token, and the rows in flight
+    need = 2 * limit * (128 // element_size + 8) * 4 + 80 * KIB
+    assert need <= shared_memory
+
+
+def test_cpu_takes_any_chunk(module):
+    device = torch.device("cpu")
+    assert module.effective_chunk_size(device, None, torch.float32) == 64
+    assert module.effective_chunk_size(device, 512, torch.float32) == 512
