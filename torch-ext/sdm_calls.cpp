@@ -355,7 +355,7 @@ SdmBwdCall prepare_sdm_bwd(
   return {p, d_write_val, d_v, d_beta, d_g, d_read_val, d_initial};
 }
 
-SdmFwdCall prepare_sdm_in_place(
+SdmInPlaceCall prepare_sdm_in_place(
     const char* op,
     Tensor state,
     const Tensor& write_idx,
@@ -389,7 +389,7 @@ SdmFwdCall prepare_sdm_in_place(
   p.bank = bank_view(state, false);
   p.out = out.mutable_data_ptr();
   p.saved.segment_chunks = 1;
-  return {p, out, out, out, out, out};
+  return {p, out};
 }
 
 }  // namespace sdm::ext

@@ -30,6 +30,12 @@ struct SdmBwdCall {
   }
 };
 
+// In place: nothing is saved, only `out` is new.
+struct SdmInPlaceCall {
+  SdmFwdParams params;
+  Tensor out;
+};
+
 SdmFwdCall prepare_sdm_fwd(
     const char* op,
     const Tensor& write_idx,
@@ -69,8 +75,7 @@ SdmBwdCall prepare_sdm_bwd(
     bool need_state_grad
 );
 
-// In place: only `out` is new.
-SdmFwdCall prepare_sdm_in_place(
+SdmInPlaceCall prepare_sdm_in_place(
     const char* op,
     Tensor state,
     const Tensor& write_idx,

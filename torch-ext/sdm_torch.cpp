@@ -138,7 +138,7 @@ Tensor sdm_chunk_cpu(
     int64_t chunk_size
 ) {
   const char* op = "sdm_chunk_";
-  SdmFwdCall call = prepare_sdm_in_place(
+  SdmInPlaceCall call = prepare_sdm_in_place(
       op,
       state,
       write_idx,

@@ -139,7 +139,7 @@ Tensor sdm_chunk_cuda(
 ) {
   const char* op = "sdm_chunk_";
   const DeviceGuard guard(v.get_device_index());
-  SdmFwdCall call = prepare_sdm_in_place(
+  SdmInPlaceCall call = prepare_sdm_in_place(
       op,
       state,
       write_idx,
@@ -179,7 +179,7 @@ Tensor sdm_step_cuda(
 ) {
   const char* op = "sdm_step_";
   const DeviceGuard guard(v.get_device_index());
-  SdmFwdCall call = prepare_sdm_in_place(
+  SdmInPlaceCall call = prepare_sdm_in_place(
       op,
       state,
       write_idx,

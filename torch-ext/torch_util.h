@@ -8,7 +8,6 @@
 //! loop: the text of an exception thrown inside one is lost.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -198,17 +197,6 @@ inline void check_same_device(
   );
 }
 
-// The strides of a tensor with kDim dimensions, in elements.
-template <size_t kDim>
-inline std::array<int64_t, kDim> strides_of(const Tensor& t) {
-  std::array<int64_t, kDim> result{};
-  const auto strides = t.strides();
-  for (size_t i = 0; i < kDim; ++i) {
-    result[i] = strides[i];
-  }
-  return result;
-}
-
 // ---------------------------------------------------------------------------------------------
 // Allocation: uninitialised, contiguous, on the device of `like`
 
@@ -245,11 +233,6 @@ inline Tensor new_zeros(
 
 inline Tensor new_zeros(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype) {
   return new_zeros(like, sizes, scalar_type_of(dtype));
-}
-
-// Pointers of optional tensors; null when there is none.
-inline const void* data_or_null(const std::optional<Tensor>& t) {
-  return t.has_value() ? t->const_data_ptr() : nullptr;
 }
 
 // ---------------------------------------------------------------------------------------------

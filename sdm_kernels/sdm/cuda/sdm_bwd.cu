@@ -10,10 +10,6 @@
 namespace sdm {
 namespace cuda {
 
-cudaError_t launch_sum_banks(
-    DType dtype, const void* parts, void* sum, int64_t N, int64_t elements, cudaStream_t stream
-);
-
 namespace {
 
 int64_t segment_of(const SdmBwdParams& p) {

@@ -29,10 +29,6 @@ struct SdmCudaBwdParams {
   DeviceIntegers cu_seqlens;
 };
 
-// Chunk length that the CUDA kernels use where a longer one is asked for: what their shared memory
-// holds. Results are the same up to rounding.
-constexpr int64_t kSdmCudaMaxChunk = 256;
-
 [[nodiscard]] cudaError_t sdm_fwd_cuda_workspace(const SdmCudaFwdParams& params, size_t* bytes);
 [[nodiscard]] cudaError_t launch_sdm_fwd(
     const SdmCudaFwdParams& params, void* workspace, cudaStream_t stream

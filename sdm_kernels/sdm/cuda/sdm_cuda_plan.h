@@ -184,6 +184,11 @@ cudaError_t launch_copy_bank(
     int64_t segment_chunks = 1
 );
 
+// sum [elements] = parts [N, elements] added in sequence order.
+cudaError_t launch_sum_banks(
+    DType dtype, const void* parts, void* sum, int64_t N, int64_t elements, cudaStream_t stream
+);
+
 // [N, H, S, D] contiguous.
 inline BankView contiguous_bank(void* data, const SdmDims& dims) {
   return {data, {dims.H * dims.S * dims.D, dims.S * dims.D, dims.D}};

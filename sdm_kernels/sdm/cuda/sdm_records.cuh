@@ -36,8 +36,9 @@ struct SdmRecords {
   int4* head_weight;  //        groups need no look at `entry`; likewise {row, weight bits}
   int2* group_count;  // [q] {groups with writes, all groups}
   float* beta;        // [q][C]
-  float* inverse;     // [q][Cp][Cp] (I + A diag(beta))^-1, unit lower triangular, zero elsewhere
-  float* qk;          // [q][Cp][Cp] QK[i,j] * beta[j], lower triangular, zero elsewhere
+  float*
+      inverse;  // [q][Cp][Cp] (I + A diag(beta))^-1, lower triangular, zero beyond the last token
+  float* qk;    // [q][Cp][Cp] QK[i,j] * beta[j], lower triangular, zero elsewhere
 };
 
 constexpr int32_t kOwnerBit = 1 << 30;
