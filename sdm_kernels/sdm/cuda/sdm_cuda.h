@@ -7,15 +7,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include "sdm_kernels/cuda/device_integers.h"
 #include "sdm_kernels/sdm/sdm_params.h"
 
 namespace sdm {
-
-// int32 or int64 integers on the device; data null: absent.
-struct DeviceIntegers {
-  const void* data;
-  bool is_int64;
-};
 
 struct SdmCudaFwdParams {
   SdmFwdParams base;  // its host pointers cu_seqlens and state_indices are not used
