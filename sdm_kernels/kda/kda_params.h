@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Arguments of the Kimi delta attention kernels: sizes, pointers and strides, no ownership.
 //!
-//! Letters: B batch, T tokens, H query and key heads, HV value heads (a multiple of H: value head hv
-//! uses key head hv / (HV / H)), K key and V value columns, N sequences, C chunk length. Strides
+//! Letters: B batch, T tokens, H query and key heads, HV value heads (a multiple of H: value head
+//! hv uses key head hv / (HV / H)), K key and V value columns, N sequences, C chunk length. Strides
 //! count elements. Chunks start at the first token of their sequence.
 #pragma once
 
@@ -48,12 +48,13 @@ struct KdaStateView {
 };
 
 struct KdaTokens {
-  KdaView q, k;          // [B, T, H, K], last stride 1
-  KdaView v;             // [B, T, HV, V], last stride 1
-  KdaView g;             // [B, T, HV, K], last stride 1
-  KdaView beta;          // [B, T, HV]; stride[3] is not used
-  const float* A_log;    // [HV], contiguous; null: absent
-  const float* dt_bias;  // [HV, K], contiguous; null: absent
+  KdaView q, k;  // [B, T, H, K], last stride 1
+  KdaView v;     // [B, T, HV, V], last stride 1
+  KdaView g;     // [B, T, HV, K], last stride 1
+  KdaView beta;  // [B, T, HV]; stride[3] is not used
+  // Contiguous; null: absent. float64 inputs: these point at doubles, as their gradients do.
+  const float* A_log;    // [HV]
+  const float* dt_bias;  // [HV, K]
 };
 
 // State at the start of every chunk. Row of chunk c of sequence n: chunk_state_row(). Layout
@@ -97,12 +98,13 @@ struct KdaBwdParams {
   void* d_v;
   void* d_g;
   void* d_beta;
-  float* d_A_log;            // [HV]; null: not wanted. float64 inputs: points at doubles
-  float* d_dt_bias;          // [HV, K]; null: not wanted. float64 inputs: points at doubles
-  KdaStateView d_initial;    // float32 (float64 with float64 inputs); data null: not wanted
+  float* d_A_log;          // [HV]; null: not wanted. float64 inputs: points at doubles
+  float* d_dt_bias;        // [HV, K]; null: not wanted. float64 inputs: points at doubles
+  KdaStateView d_initial;  // float32 (float64 with float64 inputs); data null: not wanted
 };
 
-// The exact token recurrence. `initial` and `final_state` may be the same memory (decode in a pool).
+// The exact token recurrence. `initial` and `final_state` may be the same memory (decode in a
+// pool).
 struct KdaStepParams {
   KdaDims dims;  // C is not used
   KdaOptions options;
