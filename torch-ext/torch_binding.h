@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file The C++ entry points of the ops: one declaration per op and backend.
 //! Name = schema name + backend (a trailing underscore of the schema serves as the separator).
-//! Shapes and meanings: docs/semantics.md; they are checked by the functions themselves.
+//! Shapes and meanings: docs/semantics.md and docs/kda.md; they are checked by the functions
+//! themselves.
 #pragma once
 
 #include <cstdint>
@@ -176,6 +177,182 @@ Tensor sdm_step_cuda(
 );
 
 Tensor sdm_check_indices_cuda(const Tensor& idx, int64_t num_slots);
+#endif
+
+// Kimi delta attention (kda_torch.cpp). The values of `gate` and `beta_mode`: kda_params.h.
+
+// Returns out, final_state, chunk_states.
+std::tuple<Tensor, Tensor, Tensor> kda_chunk_fwd_cpu(
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& initial_state,
+    const std::optional<Tensor>& cu_seqlens,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first,
+    int64_t chunk_size,
+    bool output_final_state,
+    bool output_chunk_states
+);
+
+// Returns d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias, d_initial_state.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_chunk_bwd_cpu(
+    const Tensor& d_out,
+    const std::optional<Tensor>& d_final_state,
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& initial_state,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& chunk_states,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first,
+    int64_t chunk_size,
+    bool need_gate_grad,
+    bool need_state_grad
+);
+
+// Token by token; returns out, final_state.
+std::tuple<Tensor, Tensor> kda_recurrent_fwd_cpu(
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& initial_state,
+    const std::optional<Tensor>& cu_seqlens,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first,
+    bool output_final_state
+);
+
+// Advances `state` in place token by token; returns out.
+Tensor kda_step_cpu(
+    Tensor state,
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& state_indices,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first
+);
+
+#ifdef CUDA_KERNEL
+// The same on CUDA (kda_torch_cuda.cpp).
+
+std::tuple<Tensor, Tensor, Tensor> kda_chunk_fwd_cuda(
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& initial_state,
+    const std::optional<Tensor>& cu_seqlens,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first,
+    int64_t chunk_size,
+    bool output_final_state,
+    bool output_chunk_states
+);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_chunk_bwd_cuda(
+    const Tensor& d_out,
+    const std::optional<Tensor>& d_final_state,
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& initial_state,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& chunk_states,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first,
+    int64_t chunk_size,
+    bool need_gate_grad,
+    bool need_state_grad
+);
+
+std::tuple<Tensor, Tensor> kda_recurrent_fwd_cuda(
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& initial_state,
+    const std::optional<Tensor>& cu_seqlens,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first,
+    bool output_final_state
+);
+
+Tensor kda_step_cuda(
+    Tensor state,
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& g,
+    const Tensor& beta,
+    const std::optional<Tensor>& A_log,
+    const std::optional<Tensor>& dt_bias,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& state_indices,
+    double scale,
+    bool l2norm,
+    int64_t gate,
+    double lower_bound,
+    int64_t beta_mode,
+    bool v_first
+);
 #endif
 
 }  // namespace sdm::ext
