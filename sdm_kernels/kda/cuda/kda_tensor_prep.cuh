@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Launch of the token-parallel stage of the tensor path: the records of one window.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "sdm_kernels/kda/cuda/kda_tensor_records.cuh"
+
+namespace sdm::kda {
+
+struct KdaPrepParams {
+  KdaDims dims;
+  KdaOptions options;
+  KdaTokens tokens;
+  DeviceIntegers cu_seqlens;
+  KdaWindow window;
+  KdaRecords records;
+  bool key_scores;  // write KdaRecord::kKeyScores; the records then have kBackwardBytes
+};
+
+// Fills the records of all chunks of the window; unused slots stay as they are.
+[[nodiscard]] cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t stream);
+
+}  // namespace sdm::kda

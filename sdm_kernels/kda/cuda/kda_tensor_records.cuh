@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file What the tensor path of Kimi delta attention computes once per chunk and value head and
+//! hands to its scans, and how the tokens are cut into windows of such records.
+//!
+//! Letters as in kda_params.h; the chunk has 64 rows, rows past the end of the sequence are neutral
+//! (q = k = 0, decay 1, beta 0). With q and k normalised and G the sum of the log-decays up to and
+//! including a row, a record holds, all matrices in fp16:
+//!   kd = k exp(G)    qd = q exp(G)    kr = k exp(GT - G)     [64, K]
+//!   inverse = (I + diag(beta) F)^-1   F[i, j] = sum k_i k_j exp(G_i - G_j) for j < i    [64, 64]
+//!   scores: the same with q_i for k_i and j <= i                                     [64, 64]
+//!   gamma = exp(GT) [K], beta [64], factors of the norms of q and k [64], in float
+//! `scale` is in none of them. So that
+//!   U = inverse diag(beta) (v - kd S)    o = scale (qd S + scores U)    S' = gamma S + kr^T U
+//!
+//! fp16 holds all of these with 11 bits because nothing exceeds the norm of q or k. A matrix lies
+//! as shared memory wants it: panels of 64 columns, in each the 16-byte pieces of row r permuted by
+//! r % 8, which keeps matrix loads free of bank conflicts and is the 128-byte swizzle of sm_90.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sdm_kernels/cuda/device_integers.h"
+#include "sdm_kernels/kda/cuda/kda_paths.h"
+#include "sdm_kernels/kda/kda_params.h"
+
+namespace sdm::kda {
+
+inline constexpr int kPanelElements = 64 * 64;
+inline constexpr int kPanelBytes = kPanelElements * 2;
+
+// Element of a swizzled matrix of 64 rows, in elements from its start.
+SDM_HD constexpr int panel_offset(int row, int col) {
+  return (col >> 6) * kPanelElements + row * 64 + ((((col >> 3) & 7) ^ (row & 7)) << 3) + (col & 7);
+}
+
+// Byte offsets inside the record of one chunk and head, in the order in which a scan needs them.
+template <int kK>
+struct KdaRecord {
+  static_assert(kK % 64 == 0);
+  static constexpr int kTileBytes = kK / 64 * kPanelBytes;
+  static constexpr int kKd = 0;
+  static constexpr int kQd = kKd + kTileBytes;
+  static constexpr int kInverse = kQd + kTileBytes;
+  static constexpr int kScores = kInverse + kPanelBytes;
+  static constexpr int kKr = kScores + kPanelBytes;
+  static constexpr int kGamma = kKr + kTileBytes;    // float [K]
+  static constexpr int kBeta = kGamma + kK * 4;      // float [64]
+  static constexpr int kKeyNorm = kBeta + 256;       // float [64]: k normalised = k * this
+  static constexpr int kQueryNorm = kKeyNorm + 256;  // float [64]
+  // Only in records of the backward: F before beta, fp16.
+  static constexpr int kKeyScores = kQueryNorm + 256;
+  static constexpr int kForwardBytes = kKeyScores;
+  static constexpr int kBackwardBytes = kKeyScores + kPanelBytes;
+  static_assert(kForwardBytes % 256 == 0 && kBackwardBytes % 256 == 0);
+};
+
+// The records of a window: [slot][HV], `stride` bytes apart.
+struct KdaRecords {
+  char* data;
+  int64_t stride;  // KdaRecord<K>::kForwardBytes or kBackwardBytes
+};
+
+// A window is `num_chunks` chunks of each of `num_sequences` sequences. With cu_seqlens, whose
+// lengths the host does not know, it is `num_chunks` consecutive rows of chunk_state_row() instead,
+// whatever sequences they belong to. Slot: sequence * num_chunks + chunk, or the row.
+struct KdaWindow {
+  int64_t first_sequence, num_sequences;  // without cu_seqlens
+  int64_t first_chunk, num_chunks;        // with cu_seqlens: first row, rows
+  int64_t parity;  // of its number: states go from one window to the next through two buffers
+
+  SDM_HD int64_t slots() const { return num_sequences * num_chunks; }
+};
+
+// How a call is cut into windows. Results do not depend on it.
+struct KdaWindowPlan {
+  bool packed;
+  int64_t sequences;      // N, or 1 when packed
+  int64_t chunks;         // of a sequence; packed: rows in all
+  int64_t group;          // sequences of a window
+  int64_t window_chunks;  // chunks of a window
+
+  SDM_HD int64_t windows_of_group() const {
+    return chunks > 0 ? ceil_div(chunks, window_chunks) : 1;
+  }
+
+  SDM_HD int64_t num_windows() const { return ceil_div(sequences, group) * windows_of_group(); }
+
+  SDM_HD int64_t max_slots() const { return group * window_chunks; }
+
+  // Sequences that a window can touch: a grid dimension of the scans.
+  SDM_HD int64_t max_spans(int64_t N) const {
+    return packed ? (N < window_chunks ? N : window_chunks) : group;
+  }
+
+  SDM_HD KdaWindow window(int64_t index) const {
+    const int64_t per_group = windows_of_group();
+    KdaWindow w;
+    w.first_sequence = index / per_group * group;
+    w.num_sequences = sequences - w.first_sequence < group ? sequences - w.first_sequence : group;
+    w.first_chunk = index % per_group * window_chunks;
+    w.num_chunks = chunks - w.first_chunk < window_chunks ? chunks - w.first_chunk : window_chunks;
+    w.parity = index & 1;
+    return w;
+  }
+};
+
+// `target` is the number of records (chunks times heads) that a window should have: enough to fill
+// the machine, few enough to stay in the second-level cache.
+inline KdaWindowPlan kda_window_plan(const KdaDims& dims, bool packed, int64_t target) {
+  KdaWindowPlan plan;
+  plan.packed = packed;
+  plan.sequences = packed ? 1 : dims.N;
+  plan.chunks = packed ? dims.T / kTensorChunk + dims.N : ceil_div(dims.T, kTensorChunk);
+  const int64_t heads = dims.HV > 0 ? dims.HV : 1;
+  // Sequences in parallel until a chunk of each makes half the target.
+  const int64_t most = target / 2 / heads > 1 ? target / 2 / heads : 1;
+  const int64_t groups = ceil_div(plan.sequences > 0 ? plan.sequences : 1, most);
+  plan.group = ceil_div(plan.sequences > 0 ? plan.sequences : 1, groups);
+  const int64_t chunks = target / (plan.group * heads);
+  plan.window_chunks = chunks < 1 ? 1 : (chunks > plan.chunks ? plan.chunks : chunks);
+  if (plan.window_chunks < 1) {
+    plan.window_chunks = 1;
+  }
+  return plan;
+}
+
+#ifdef __CUDACC__
+
+namespace cuda {
+
+// A sequence: its batch row, first token in that row, number of tokens.
+struct KdaSequence {
+  int64_t index, batch, begin, length;
+
+  __device__ __forceinline__ int64_t chunks() const { return ceil_div(length, kTensorChunk); }
+
+  // Row of chunk 0 in the order of chunk_state_row().
+  __device__ __forceinline__ int64_t first_row(int64_t T) const {
+    return chunk_state_row(index, batch * T + begin, 0, kTensorChunk);
+  }
+};
+
+// The chunks [first, last) of a sequence that a window holds; the first is in slot `slot`. The
+// window of the last chunk (or of row 0 of an empty sequence) has `ends`.
+struct KdaSpan {
+  KdaSequence sequence;
+  int64_t first, last, slot;
+  bool valid, ends;
+};
+
+__device__ __forceinline__ int64_t kda_offset(const DeviceIntegers& cu, int64_t n, int64_t T) {
+  const int64_t x = cu.is_int64 ? static_cast<const int64_t*>(cu.data)[n]
+                                : static_cast<int64_t>(static_cast<const int32_t*>(cu.data)[n]);
+  return x < 0 ? 0 : (x > T ? T : x);  // offsets that are no packing must not lead outside
+}
+
+__device__ __forceinline__ KdaSequence
+kda_sequence(const DeviceIntegers& cu, int64_t n, int64_t T) {
+  if (cu.data == nullptr) {
+    return {n, n, 0, T};
+  }
+  const int64_t begin = kda_offset(cu, n, T);
+  const int64_t end = kda_offset(cu, n + 1, T);
+  return {n, 0, begin, end > begin ? end - begin : 0};
+}
+
+// The packed sequence that owns a row: the last one that starts at or before it.
+__device__ __forceinline__ int64_t
+kda_sequence_of_row(const DeviceIntegers& cu, int64_t row, int64_t N, int64_t T) {
+  int64_t low = 0, high = N - 1;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (kda_offset(cu, middle, T) / kTensorChunk + middle <= row) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+// Chunk in a slot of the window: `first` is its number; not valid: the slot is not used.
+__device__ __forceinline__ KdaSpan kda_chunk_of_slot(
+    const DeviceIntegers& cu, const KdaWindow& window, int64_t slot, const KdaDims& dims
+) {
+  KdaSpan span;
+  if (cu.data == nullptr) {
+    span.sequence = kda_sequence(cu, window.first_sequence + slot / window.num_chunks, dims.T);
+    span.first = window.first_chunk + slot % window.num_chunks;
+  } else {
+    const int64_t row = window.first_chunk + slot;
+    span.sequence = kda_sequence(cu, kda_sequence_of_row(cu, row, dims.N, dims.T), dims.T);
+    span.first = row - span.sequence.first_row(dims.T);
+  }
+  span.last = span.first + 1;
+  span.slot = slot;
+  span.valid = span.first >= 0 && span.first < span.sequence.chunks();
+  span.ends = span.last == span.sequence.chunks();
+  return span;
+}
+
+// The `index`-th sequence that the window touches; not valid: there is none, or it has ended
+// before.
+__device__ __forceinline__ KdaSpan
+kda_span(const DeviceIntegers& cu, const KdaWindow& window, int64_t index, const KdaDims& dims) {
+  KdaSpan span;
+  int64_t first, last;  // chunks of the sequence in the window, before its length is applied
+  if (cu.data == nullptr) {
+    span.sequence = kda_sequence(cu, window.first_sequence + index, dims.T);
+    first = window.first_chunk;
+    last = first + window.num_chunks;
+    span.slot = index * window.num_chunks;
+    span.valid = true;
+  } else {
+    const int64_t n = kda_sequence_of_row(cu, window.first_chunk, dims.N, dims.T) + index;
+    if (n >= dims.N) {
+      span.valid = false;
+      return span;
+    }
+    span.sequence = kda_sequence(cu, n, dims.T);
+    const int64_t row = span.sequence.first_row(dims.T);
+    first = window.first_chunk > row ? window.first_chunk - row : 0;
+    last = window.first_chunk + window.num_chunks - row;
+    span.slot = row + first - window.first_chunk;
+    span.valid = last > 0;
+  }
+  const int64_t chunks = span.sequence.chunks();
+  span.first = first;
+  span.last = last < chunks ? last : chunks;
+  span.ends = last >= chunks;
+  span.valid = span.valid && (first < chunks || first == 0);
+  return span;
+}
+
+}  // namespace cuda
+
+#endif  // __CUDACC__
+
+}  // namespace sdm::kda
