@@ -170,10 +170,12 @@ inline void check_shape(
   }
 }
 
-// The last dimension is dense: its stride is 1, or it has at most one element.
+// The last dimension is dense: its stride is 1, or it has at most one element; or there is none at
+// all (an empty expanded tensor counts as contiguous for torch, so the caller could not make it
+// dense).
 inline void check_last_dense(const char* op, const char* name, const Tensor& t) {
   check(
-      t.dim() > 0 && (t.size(-1) <= 1 || t.stride(-1) == 1),
+      t.dim() > 0 && (t.size(-1) <= 1 || t.stride(-1) == 1 || t.numel() == 0),
       op,
       ": the last dimension of ",
       name,
