@@ -7,13 +7,13 @@ The result loads like a build from the hub:
     LOCAL_KERNELS="org/sparse-delta-memory=$PWD" python
     >>> kernels.get_kernel("org/sparse-delta-memory", version=1)
 
-It is for development and tests: it needs the C library of the machine that built it, so
-publishing stays with kernel-builder.
+The library keeps manylinux_2_28, so others can run it too; publishing stays with kernel-builder.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fcntl
 import os
 import subprocess
@@ -42,6 +42,11 @@ def parse_arguments() -> argparse.Namespace:
         default=[],
         metavar="X.Y",
         help="compute capability to compile CUDA sources for; may be repeated; default: all",
+    )
+    parser.add_argument(
+        "--cuda",
+        metavar="X.Y",
+        help="make the CUDA variant of this toolkit, whichever torch is here",
     )
     parser.add_argument("--std", type=int, choices=[17, 20], default=17, help="C++ standard")
     parser.add_argument(
@@ -72,12 +77,17 @@ def build(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     config = build_config.load(ROOT)
     torch = toolchain.find_torch()
-    backend, cuda = _choose_backend(arguments.backend, torch)
+    if arguments.cuda:
+        backend, cuda = "cuda", toolchain.find_cuda_of(ROOT, arguments.cuda)
+        torch = dataclasses.replace(torch, cuda=None)  # the toolkit alone names the variant
+    else:
+        backend, cuda = _choose_backend(arguments.backend, torch)
     options = ninja_file.Options(
         kernels="cuda" if cuda else "cpu",
         std=arguments.std,
         werror=arguments.werror,
         archs=tuple(sorted(set(arguments.arch))),
+        cuda=cuda,
     )
     variant = toolchain.variant_name(backend, config.stable_abi[backend], torch, cuda)
     archs = ninja_file.compiled_archs(config, options)
@@ -89,7 +99,7 @@ def build(arguments: argparse.Namespace) -> int:
     with open(ROOT / objects / "lock", "w") as lock:
         # Two test runs that start together must not both write here.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        library = ninja_file.write(config, options, objects, name, torch, cuda)
+        library = ninja_file.write(config, options, objects, name, torch)
         _run_ninja(objects, arguments)
         if arguments.compile_only:
             print(f"dev_build: {variant} compiles as C++{options.std}")

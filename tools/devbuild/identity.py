@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import config as build_config
+from . import ninja_file
 
 
 def unique_id(config: build_config.BuildConfig, backend: str, options: Iterable[str]) -> str:
@@ -19,7 +20,7 @@ def unique_id(config: build_config.BuildConfig, backend: str, options: Iterable[
     their fake and autograd functions are registered on the ops of this namespace.
     """
     digest = hashlib.sha256()
-    names = {"build.toml"}
+    names = {"build.toml", ninja_file.OLD_RUNTIME}
     for section in config.sections_of(backend):
         names.update(section.src)
     names.update(p.relative_to(config.root).as_posix() for p in config.python_files())

@@ -39,6 +39,9 @@ REGISTRATION = """\
   }}
 """
 
+# Stands in for what only newer system libraries have; kernel-builder's toolchain needs none of it.
+OLD_RUNTIME = "tools/devbuild/old_runtime.cpp"
+
 RULES = """\
 ninja_required_version = 1.8
 builddir = {objects}
@@ -55,6 +58,12 @@ rule nvcc
   deps = gcc
   description = NVCC $in
 
+rule clang
+  command = {clang} -x cuda -MD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = CLANG $in
+
 rule link
   command = {cxx} -shared -o $out $in $flags
   description = LINK $out
@@ -69,6 +78,7 @@ class Options:
     std: int
     werror: bool
     archs: tuple[str, ...]  # empty: all that build.toml lists
+    cuda: toolchain.Cuda | None = None
 
 
 def choose_archs(listed: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -83,12 +93,25 @@ def choose_archs(listed: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str,
     return tuple(chosen) or listed
 
 
+def section_archs(section: build_config.Section, options: Options) -> tuple[str, ...]:
+    """The capabilities that a section is compiled for: the chosen ones that the toolkit knows."""
+    chosen = choose_archs(section.cuda_capabilities, options.archs)
+    known = tuple(a for a in chosen if options.cuda is None or options.cuda.knows(a))
+    if chosen and not known:
+        version = options.cuda.version if options.cuda else "none"
+        raise toolchain.BuildError(
+            f"build.toml: the cards of [kernel.{section.name}] ({', '.join(chosen)}) are all too new "
+            f"for CUDA {version}"
+        )
+    return known
+
+
 def compiled_archs(config: build_config.BuildConfig, options: Options) -> list[str]:
     """What goes into the metadata: the capabilities of every section with CUDA sources."""
     found = set()
     for section in config.sections_of(options.kernels):
         if any(name.endswith(".cu") for name in section.src):
-            found.update(choose_archs(section.cuda_capabilities, options.archs))
+            found.update(section_archs(section, options))
     return sorted(found, key=lambda a: [int(part) for part in re.findall(r"\d+", a)] + [a])
 
 
@@ -98,23 +121,32 @@ def write(
     objects: Path,
     name: str,
     torch: toolchain.Torch,
-    cuda: toolchain.Cuda | None,
 ) -> Path:
     """Writes registration.h and build.ninja into `objects`; returns the library's path there."""
     _write_if_changed(config.root / objects / "registration.h", REGISTRATION.format(name=name))
-    cxx = toolchain.find_cxx()
-    text = [RULES.format(objects=_n(objects), cxx=_n(cxx), nvcc=_n(cuda.nvcc) if cuda else "nvcc")]
+    cxx, cuda = toolchain.find_cxx(), options.cuda
+    programs = {"nvcc": _n(cuda.nvcc) if cuda else "nvcc", "clang": "clang"}
+    cuda_rule, cuda_flags = "nvcc", _nvcc_flags
+    if cuda and cuda.clang:
+        programs["clang"], cuda_rule, cuda_flags = _n(cuda.clang), "clang", _clang_flags
+    text = [RULES.format(objects=_n(objects), cxx=_n(cxx), **programs)]
     outputs = []
     for section in config.sections_of(options.kernels):
         for source in sorted(n for n in section.src if n.endswith(build_config.COMPILED)):
             output = objects / (source + ".o")
-            is_cuda = source.endswith(".cu")
-            flags = _compile_flags(config, options, section, objects, torch, cuda, is_cuda)
-            rule = "nvcc" if is_cuda else "cxx"
+            if source.endswith(".cu"):
+                rule, flags = cuda_rule, cuda_flags(section, options, torch)
+            else:
+                rule, flags = "cxx", _cxx_flags(section, options, torch)
+            flags += _common_flags(config, section, options, objects, torch)
             text.append(f"build {_n(output)}: {rule} {_n(source)}\n  flags = {' '.join(flags)}\n")
             outputs.append(_n(output))
+    output = objects / (OLD_RUNTIME + ".o")
+    flags = [f"-std=c++{options.std}", "-O3", *_host_flags(options, torch)]
+    text.append(f"build {_n(output)}: cxx {OLD_RUNTIME}\n  flags = {' '.join(flags)}\n")
+    outputs.append(_n(output))
     library = objects / "module.so"
-    flags = _link_flags(options, torch, cuda)
+    flags = _link_flags(torch, cuda)
     text.append(
         f"build {_n(library)}: link {' '.join(sorted(outputs))}\n  flags = {' '.join(flags)}\n"
     )
@@ -124,66 +156,91 @@ def write(
     return library
 
 
-def _compile_flags(
+def _cxx_flags(
+    section: build_config.Section, options: Options, torch: toolchain.Torch
+) -> list[str]:
+    return ["-O3", "-fvisibility-inlines-hidden", *_host_flags(options, torch), *section.cxx_flags]
+
+
+def _nvcc_flags(
+    section: build_config.Section, options: Options, torch: toolchain.Torch
+) -> list[str]:
+    # One comma list: nvcc hands it on to the host compiler.
+    host = ",".join(_host_flags(options, torch))
+    flags = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler", host]
+    for arch in section_archs(section, options):
+        base = arch.replace("+PTX", "")
+        number = base.replace(".", "")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if arch != base:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return [*flags, *section.cuda_flags]
+
+
+def _clang_flags(
+    section: build_config.Section, options: Options, torch: toolchain.Torch
+) -> list[str]:
+    assert options.cuda is not None
+    assert options.cuda.clang is not None
+    home = options.cuda.home
+    flags = ["-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
+    flags += [f"-ffile-prefix-map={torch.root / 'include'}=.", "--target=x86_64-linux-gnu"]
+    flags.append(f"--gcc-install-dir={toolchain.gcc_folder(toolchain.find_cxx())}")
+    flags += [f"--cuda-path={_n(home)}", f"-resource-dir={_n(home / 'clang' / 'lib')}"]
+    for arch in section_archs(section, options):
+        base = arch.replace("+PTX", "")
+        flags.append(f"--cuda-gpu-arch=sm_{base.replace('.', '')}")
+        if arch != base:
+            flags.append(f"--cuda-include-ptx=sm_{base.replace('.', '')}")
+    return [*flags, *section.cuda_flags]
+
+
+def _common_flags(
     config: build_config.BuildConfig,
-    options: Options,
     section: build_config.Section,
+    options: Options,
     objects: Path,
     torch: toolchain.Torch,
-    cuda: toolchain.Cuda | None,
-    is_cuda: bool,
 ) -> list[str]:
+    """Standard, defines and include folders: the same for every compiler."""
     major, minor = (int(part) for part in config.stable_abi[options.kernels].split("."))
-    system = [torch.root / "include", toolchain.python_include()]
     defines = [
         "NDEBUG",
         "Py_LIMITED_API=0x03090000",
         f"TORCH_TARGET_VERSION=0x{major:02x}{minor:02x}000000000000",
         f"{options.kernels.upper()}_KERNEL",
     ]
-    host = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra"]
-    # Error messages of torch's headers name their file: without the way to it.
-    host.append(f"-ffile-prefix-map={torch.root / 'include'}=.")
-    if options.werror:
-        host.append("-Werror")
+    system = [torch.root / "include", toolchain.python_include()]
     if options.kernels == "cuda":
-        assert cuda is not None
+        assert options.cuda is not None
         defines.append("USE_CUDA=1")
-        system.append(cuda.home / "include")
-    flags = [f"-std=c++{options.std}", "-O3"]
-    if is_cuda:
-        # One comma list each: nvcc hands them on to the host compiler.
-        flags += ["--expt-relaxed-constexpr", "-Xcompiler", ",".join(map(str, host))]
-        for arch in choose_archs(section.cuda_capabilities, options.archs):
-            flags += _gencode(arch)
-        flags += section.cuda_flags
-    else:
-        flags += ["-fvisibility-inlines-hidden", *host, *section.cxx_flags]
-    flags += [f"-D{define}" for define in defines]
+        system.append(options.cuda.home / "include")
+    flags = [f"-std=c++{options.std}", *(f"-D{define}" for define in defines)]
     flags += [f"-I{_n(path)}" for path in (*section.include, objects)]
     for path in system:
         flags += ["-isystem", _n(path)]
-    return [str(flag) for flag in flags]
-
-
-def _gencode(arch: str) -> list[str]:
-    base = arch.replace("+PTX", "")
-    number = base.replace(".", "")
-    flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
-    if arch != base:
-        flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
 
 
-def _link_flags(options: Options, torch: toolchain.Torch, cuda: toolchain.Cuda | None) -> list[str]:
+def _host_flags(options: Options, torch: toolchain.Torch) -> list[str]:
+    """What the host compiler gets for every file."""
+    flags = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra"]
+    # Error messages of torch's headers name their file: without the way to it.
+    flags.append(f"-ffile-prefix-map={torch.root / 'include'}=.")
+    if options.werror:
+        flags.append("-Werror")
+    return flags
+
+
+def _link_flags(torch: toolchain.Torch, cuda: toolchain.Cuda | None) -> list[str]:
     # The C++ runtime comes first: some builds of torch export parts of a copy of it.
     flags = ["-Wl,--no-as-needed", "-lstdc++"]
     # libtorch.so itself holds nothing: it stands for whatever torch is running, so that a CUDA
     # variant linked against a CPU build of torch still finds the stream functions of a CUDA one.
     flags += [f"-L{_n(torch.root / 'lib')}", "-ltorch", "-ltorch_cpu"]
     flags += ["-Wl,--as-needed", "-lc10"]
-    if options.kernels == "cuda":
-        assert cuda is not None
+    if cuda is not None:
+        # torch for CUDA brings this library and has loaded it.
         lib = next(p for p in (cuda.home / "lib64", cuda.home / "lib") if p.exists())
         flags += [f"-L{_n(lib)}", "-lcudart"]
     # A compiler that links the C++ runtime statically must not have its copy met by torch's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a variant folder together: Python files, library, _ops.py and metadata.json."""
+"""Puts a variant folder together: Python files, library, generated files and metadata.json."""
 
 from __future__ import annotations
 
@@ -26,6 +26,27 @@ def add_op_namespace_prefix(op_name: str) -> str:
     return f"{name}::{{op_name}}"
 '''
 
+# The hub asks for the package once more in a folder with its name: older clients look there.
+BY_NAME = '''\
+"""The package of the folder above, for older versions of the kernels client."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_package = sys.modules.get("{name}")
+if _package is None:
+    _spec = importlib.util.spec_from_file_location(
+        "{name}", Path(__file__).resolve().parent.parent / "__init__.py"
+    )
+    _package = importlib.util.module_from_spec(_spec)
+    sys.modules["{name}"] = _package
+    _spec.loader.exec_module(_package)
+
+__all__ = _package.__all__
+globals().update({{public: getattr(_package, public) for public in __all__}})
+'''
+
 
 def write(
     config: build_config.BuildConfig,
@@ -44,6 +65,7 @@ def write(
     files = {p.relative_to(config.package_dir).as_posix(): p for p in config.python_files()}
     content = {relative: path.read_bytes() for relative, path in files.items()}
     content["_ops.py"] = OPS.format(name=name).encode()
+    content[f"{config.python_name}/__init__.py"] = BY_NAME.format(name=name).encode()
     content[f"{name}.abi3.so"] = library.read_bytes()
     metadata = _metadata(config, name, backend, archs, content, provenance)
     content["metadata.json"] = (json.dumps(metadata, indent=2) + "\n").encode()

@@ -27,6 +27,10 @@ class Torch:
     cuda: str | None  # "13.0" in a CUDA build of torch
 
 
+# The first toolkit that knows a card; the others are older than any toolkit used here.
+FIRST_TOOLKIT = {"10.0": "12.8", "12.0": "12.8", "10.3": "12.9", "11.0": "13.0", "12.1": "12.9"}
+
+
 @dataclass(frozen=True)
 class Cuda:
     home: Path
@@ -36,6 +40,22 @@ class Cuda:
     def nvcc(self) -> Path:
         return self.home / "bin" / "nvcc"
 
+    @property
+    def clang(self) -> Path | None:
+        """The front end of a toolkit without nvcc, which tools/fetch_toolkit.py puts there."""
+        path = self.home / "clang" / "bin" / "clang"
+        return path if path.exists() else None
+
+    def knows(self, arch: str) -> bool:
+        """Whether the toolkit compiles for a card, such as "9.0a" or "12.0+PTX"."""
+        first = FIRST_TOOLKIT.get(re.sub(r"[af]?(\+PTX)?$", "", arch), "0")
+        return _version_key(self.version) >= _version_key(first)
+
+
+def fetched_toolkit(root: Path, version: str) -> Path:
+    """Where tools/fetch_toolkit.py puts the toolkit of a version."""
+    return root / "_cmake_build" / "toolkits" / version
+
 
 def find_torch() -> Torch:
     spec = importlib.util.find_spec("torch")
@@ -44,6 +64,19 @@ def find_torch() -> Torch:
     root = Path(spec.submodule_search_locations[0])
     facts = runpy.run_path(str(root / "version.py"))
     return Torch(root, facts["__version__"].split("+")[0], facts.get("cuda"))
+
+
+def find_cuda_of(root: Path, version: str) -> Cuda:
+    """The toolkit of exactly this version: the machine's, or the fetched one."""
+    cuda = find_cuda()
+    if cuda and cuda.version == version:
+        return cuda
+    home = fetched_toolkit(root, version)
+    if home.exists():
+        return Cuda(home, version)
+    raise BuildError(
+        f"no CUDA toolkit {version} here; `python tools/fetch_toolkit.py {version}` fetches one"
+    )
 
 
 def find_cuda() -> Cuda | None:
@@ -88,6 +121,14 @@ def find_ninja() -> str:
     if on_path is None:
         raise BuildError("ninja not found; install requirements-dev.txt")
     return on_path
+
+
+def gcc_folder(cxx: str) -> str:
+    """Where g++ keeps its own part, from which clang takes headers and libraries."""
+    text = _output([cxx, "-print-libgcc-file-name"]).strip()
+    if not text:
+        raise BuildError(f"{cxx} does not say where its libraries are; clang needs those of g++")
+    return str(Path(text).parent)
 
 
 def python_include() -> str:
