@@ -18,6 +18,12 @@ struct KdaPrepParams {
   bool key_scores;  // write KdaRecord::kKeyScores; the records then have kBackwardBytes
 };
 
+// Dynamic shared memory that a block needs (with key_scores), for K = 64 or 128.
+int kda_tensor_prep_shared_bytes(int64_t K);
+
+// Whether every row of the view starts at a multiple of `bytes`.
+bool kda_rows_aligned(const KdaView& view, int64_t bytes);
+
 // Fills the records of all chunks of the window; unused slots stay as they are.
 [[nodiscard]] cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t stream);
 

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Forward of Kimi delta attention on tensor cores: records of a window of chunks, then the
+//! scan through them, window after window.
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "sdm_kernels/kda/cuda/kda_paths.h"
+#include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_scan.cuh"
+
+namespace sdm::kda {
+namespace {
+
+// Records of a window: 26 MB at K = 128, so that those being read and those being written stay in
+// the 50 MB second-level cache, and three blocks for each of 132 multiprocessors.
+constexpr int64_t kWindowRecords = 396;
+
+constexpr int64_t kMaxGridY = 65535;
+
+KdaWindowPlan plan_of(const KdaCudaFwdParams& params) {
+  return kda_window_plan(params.base.dims, params.cu_seqlens.data != nullptr, kWindowRecords);
+}
+
+int64_t record_bytes(int64_t K) {
+  return K == 128 ? KdaRecord<128>::kForwardBytes : KdaRecord<64>::kForwardBytes;
+}
+
+int64_t records_bytes(const KdaDims& dims, const KdaWindowPlan& plan) {
+  return plan.max_slots() * dims.HV * record_bytes(dims.K);
+}
+
+int64_t carry_rows(const KdaWindowPlan& plan) {
+  return plan.packed ? 1 : plan.group;
+}
+
+template <DType kType, int kK>
+cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
+  const auto kernel = cuda::kda_scan_kernel<kType, kK>;
+  constexpr int kBytes = cuda::ScanShared<kK>::kBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const dim3 grid(
+      static_cast<unsigned>(args.dims.V / cuda::kScanColumns),
+      static_cast<unsigned>(args.dims.HV),
+      static_cast<unsigned>(spans)
+  );
+  kernel<<<grid, cuda::kScanThreads, kBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
+  const bool bf16 = args.v.dtype == DType::kBf16;
+  if (args.dims.K == 128) {
+    return bf16 ? launch_scan<DType::kBf16, 128>(args, spans, stream)
+                : launch_scan<DType::kF16, 128>(args, spans, stream);
+  }
+  return bf16 ? launch_scan<DType::kBf16, 64>(args, spans, stream)
+              : launch_scan<DType::kF16, 64>(args, spans, stream);
+}
+
+}  // namespace
+
+bool kda_tensor_supports(const KdaDims& dims, DType dtype) {
+  if ((dtype != DType::kBf16 && dtype != DType::kF16) || (dims.K != 64 && dims.K != 128) ||
+      (dims.V != 64 && dims.V != 128) || dims.HV > kMaxGridY) {
+    return false;
+  }
+  int device = 0, shared = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+    return false;
+  }
+  // Cards with 99 KB (8.6, 8.9, 12.0) hold the tiles of K = 64 only.
+  return major >= 8 && shared >= kda_tensor_prep_shared_bytes(dims.K);
+}
+
+size_t kda_tensor_fwd_workspace(const KdaCudaFwdParams& params) {
+  const KdaDims& dims = params.base.dims;
+  const KdaWindowPlan plan = plan_of(params);
+  const int64_t carry = 2 * carry_rows(plan) * dims.HV * dims.K * dims.V * 4;
+  return static_cast<size_t>(records_bytes(dims, plan) + carry);
+}
+
+cudaError_t launch_kda_tensor_fwd(
+    const KdaCudaFwdParams& params, void* workspace, cudaStream_t stream
+) {
+  const KdaFwdParams& base = params.base;
+  const KdaDims& dims = base.dims;
+  if (dims.N <= 0 || dims.HV <= 0) {
+    return cudaSuccess;
+  }
+  const KdaWindowPlan plan = plan_of(params);
+  const KdaRecords records{static_cast<char*>(workspace), record_bytes(dims.K)};
+
+  KdaPrepParams prep;
+  prep.dims = dims;
+  prep.options = base.options;
+  prep.tokens = base.tokens;
+  prep.cu_seqlens = params.cu_seqlens;
+  prep.records = records;
+  prep.key_scores = false;
+
+  cuda::KdaScanArgs scan;
+  scan.dims = dims;
+  scan.cu_seqlens = params.cu_seqlens;
+  scan.v = base.tokens.v;
+  scan.initial = base.initial;
+  scan.final_state = base.final_state;
+  scan.chunk_states = base.chunk_states;
+  scan.records = records;
+  scan.carry = reinterpret_cast<float*>(records.data + records_bytes(dims, plan));
+  scan.carry_rows = carry_rows(plan);
+  scan.out = base.out;
+  scan.scale = static_cast<float>(base.options.scale);
+  scan.whole_v = kda_rows_aligned(base.tokens.v, 8);
+
+  for (int64_t i = 0; i < plan.num_windows(); ++i) {
+    prep.window = plan.window(i);
+    scan.window = prep.window;
+    cudaError_t error = launch_kda_tensor_prep(prep, stream);
+    if (error == cudaSuccess) {
+      const int64_t spans = plan.packed ? plan.max_spans(dims.N) : scan.window.num_sequences;
+      error = launch_scan(scan, spans, stream);
+    }
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace sdm::kda
