@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Backward of Kimi delta attention on tensor cores: windows of chunks from the last to the
+//! first, in each the records, the reverse scan and the gradients of the tokens.
+//!
+//! States that the forward did not keep are recomputed by running it once more, with d_v, which is
+//! written later, in the place of its output.
+
+#include <algorithm>
+
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd.h"
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_launch.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_load.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
+
+namespace sdm::kda {
+namespace {
+
+// Records of a window: some waves of blocks on every card, and below 0.2 GiB.
+constexpr int64_t kWindowRecords = 1536;
+
+struct BwdMemory {
+  char* records;
+  char* bwd_records;
+  float* group_grads;
+  float* gate_sums;
+  float* carry[2];
+  void* states;
+  void* forward;
+  int64_t gate_bytes;
+  size_t bytes;
+};
+
+struct Carver {
+  char* base;
+  size_t used = 0;
+
+  char* take(int64_t bytes) {
+    char* at = base == nullptr ? nullptr : base + used;
+    used += static_cast<size_t>(round_up(bytes, 256));
+    return at;
+  }
+};
+
+int64_t record_bytes(const KdaDims& dims) {
+  return dims.K == 128 ? KdaRecord<128>::kForwardBytes : KdaRecord<64>::kForwardBytes;
+}
+
+int64_t bwd_record_bytes(const KdaDims& dims) {
+  if (dims.K == 128) {
+    return dims.V == 128 ? KdaBwdRecord<128, 128>::kBytes : KdaBwdRecord<128, 64>::kBytes;
+  }
+  return dims.V == 128 ? KdaBwdRecord<64, 128>::kBytes : KdaBwdRecord<64, 64>::kBytes;
+}
+
+bool is_packed(const KdaCudaBwdParams& params) {
+  return params.cu_seqlens.data != nullptr;
+}
+
+// Rows of the sums over chunks, and of states that are recomputed.
+int64_t chunk_rows(const KdaDims& dims, bool packed) {
+  return packed ? dims.T / kTensorChunk + dims.N : dims.N * ceil_div(dims.T, kTensorChunk);
+}
+
+int64_t state_rows(const KdaDims& dims) {
+  return dims.B * dims.T / kTensorChunk + dims.N;
+}
+
+KdaCudaFwdParams forward_params(const KdaCudaBwdParams& params, void* states) {
+  const KdaBwdParams& base = params.base;
+  KdaCudaFwdParams forward{};
+  forward.base.dims = base.dims;
+  forward.base.options = base.options;
+  forward.base.tokens = base.tokens;
+  forward.base.initial = base.initial;
+  forward.base.chunk_states = {states, DType::kBf16, false};
+  forward.base.out = base.d_v;
+  forward.cu_seqlens = params.cu_seqlens;
+  return forward;
+}
+
+BwdMemory carve(const KdaCudaBwdParams& params, const KdaWindowPlan& plan, void* workspace) {
+  const KdaDims& dims = params.base.dims;
+  const int64_t state = dims.HV * dims.K * dims.V;
+  const int64_t entries = plan.max_slots() * dims.HV;
+  Carver carver{static_cast<char*>(workspace)};
+  BwdMemory memory{};
+  memory.gate_bytes = chunk_rows(dims, plan.packed) * dims.HV * 2 * dims.K * 4;
+  memory.gate_sums = reinterpret_cast<float*>(carver.take(memory.gate_bytes));
+  if (params.base.chunk_states.data == nullptr) {
+    memory.states = carver.take(state_rows(dims) * state * 2);
+  }
+  const Carver shared = carver;  // the forward is over when the windows begin
+  memory.records = carver.take(entries * record_bytes(dims));
+  memory.bwd_records = carver.take(entries * bwd_record_bytes(dims));
+  if (dims.HV > dims.H) {
+    memory.group_grads =
+        reinterpret_cast<float*>(carver.take(entries * 2 * kTensorChunk * dims.K * 4));
+  }
+  if (plan.windows_of_group() > 1) {
+    for (float*& carry : memory.carry) {
+      carry = reinterpret_cast<float*>(carver.take((plan.packed ? 1 : plan.group) * state * 4));
+    }
+  }
+  memory.bytes = carver.used;
+  if (params.base.chunk_states.data == nullptr) {
+    Carver again = shared;
+    memory.forward = again.take(
+        static_cast<int64_t>(kda_tensor_fwd_workspace(forward_params(params, memory.states)))
+    );
+    memory.bytes = std::max(memory.bytes, again.used);
+  }
+  return memory;
+}
+
+KdaWindowPlan window_plan(const KdaCudaBwdParams& params) {
+  return kda_window_plan(params.base.dims, is_packed(params), kWindowRecords);
+}
+
+cudaError_t run_window(
+    const KdaCudaBwdParams& params,
+    const BwdMemory& memory,
+    const KdaChunkStates& states,
+    const KdaWindow& window,
+    cudaStream_t stream
+) {
+  const KdaBwdParams& base = params.base;
+  const KdaRecords records{memory.records, record_bytes(base.dims)};
+  const KdaBwdWindow common{
+      base.dims, base.options, base.tokens, params.cu_seqlens, window, records, memory.bwd_records
+  };
+  cudaError_t error = launch_kda_tensor_prep(
+      {base.dims, base.options, base.tokens, params.cu_seqlens, window, records, false}, stream
+  );
+  if (error != cudaSuccess) {
+    return error;
+  }
+  error = launch_kda_tensor_bwd_scan(
+      {common, base.d_out, base.d_final, base.d_initial, {memory.carry[0], memory.carry[1]}}, stream
+  );
+  if (error != cudaSuccess) {
+    return error;
+  }
+  KdaBwdTokenParams tokens{};
+  tokens.common = common;
+  tokens.d_out = base.d_out;
+  tokens.chunk_states = states;
+  tokens.d_q = base.d_q;
+  tokens.d_k = base.d_k;
+  tokens.d_v = base.d_v;
+  tokens.d_g = base.d_g;
+  tokens.d_beta = base.d_beta;
+  tokens.group_grads = memory.group_grads;
+  tokens.gate_sums = memory.gate_sums;
+  tokens.aligned_v = cuda::aligned_rows(base.tokens.v, 1);
+  tokens.aligned_out =
+      base.d_out.dtype != DType::kF32 && cuda::aligned_rows(base.d_out, base.d_out.stride[3]);
+  tokens.aligned_qk = cuda::aligned_rows(base.tokens.q, 1) && cuda::aligned_rows(base.tokens.k, 1);
+  error = launch_kda_tensor_bwd_tokens(tokens, stream);
+  if (error != cudaSuccess || memory.group_grads == nullptr) {
+    return error;
+  }
+  return launch_kda_tensor_bwd_groups(tokens, stream);
+}
+
+}  // namespace
+
+size_t kda_tensor_bwd_workspace(const KdaCudaBwdParams& params) {
+  return carve(params, window_plan(params), nullptr).bytes;
+}
+
+cudaError_t launch_kda_tensor_bwd(
+    const KdaCudaBwdParams& params, void* workspace, cudaStream_t stream
+) {
+  const KdaBwdParams& base = params.base;
+  const KdaDims& dims = base.dims;
+  const KdaWindowPlan plan = window_plan(params);
+  const BwdMemory memory = carve(params, plan, workspace);
+  KdaChunkStates states = base.chunk_states;
+  if (states.data == nullptr && dims.N > 0 && dims.HV > 0) {
+    const KdaCudaFwdParams forward = forward_params(params, memory.states);
+    const cudaError_t error = launch_kda_tensor_fwd(forward, memory.forward, stream);
+    if (error != cudaSuccess) {
+      return error;
+    }
+    states = forward.base.chunk_states;
+  }
+  if (plan.packed && memory.gate_bytes > 0) {
+    // rows without a chunk
+    const cudaError_t error =
+        cudaMemsetAsync(memory.gate_sums, 0, static_cast<size_t>(memory.gate_bytes), stream);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  if (dims.N > 0 && dims.HV > 0) {
+    for (int64_t i = plan.num_windows() - 1; i >= 0; --i) {
+      const cudaError_t error = run_window(params, memory, states, plan.window(i), stream);
+      if (error != cudaSuccess) {
+        return error;
+      }
+    }
+  }
+  if (base.d_A_log == nullptr && base.d_dt_bias == nullptr) {
+    return cudaSuccess;
+  }
+  return launch_kda_tensor_bwd_sums(
+      {memory.gate_sums,
+       dims.N > 0 ? chunk_rows(dims, plan.packed) : 0,
+       dims.HV,
+       dims.K,
+       base.tokens.A_log != nullptr,
+       static_cast<float*>(base.d_A_log),
+       static_cast<float*>(base.d_dt_bias)},
+      stream
+  );
+}
+
+}  // namespace sdm::kda

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Stages of the tensor backward of Kimi delta attention, each over one window of chunks.
+//!
+//! The reverse scan (kda_tensor_bwd_scan.cu) is the only part that is sequential in the chunks. It
+//! leaves, for every chunk, the gradient of the state behind it and y, the gradient of
+//! diag(beta) (v - kd S). The token stage (kda_tensor_bwd_tokens.cu) makes all gradients of the
+//! tokens from them.
+#pragma once
+
+#include "sdm_kernels/kda/cuda/kda_cuda.h"
+#include "sdm_kernels/kda/cuda/kda_tensor_records.cuh"
+
+namespace sdm::kda {
+
+// What the scan leaves for one chunk and value head, fp16 in row order, blocks times their units
+// (kda_tensor_scale.cuh). Byte offsets.
+template <int kK, int kV>
+struct KdaBwdRecord {
+  static constexpr int kGroups = kV / 32;              // units of 32 columns
+  static constexpr int kStateGrad = 0;                 // [K, V]
+  static constexpr int kY = kStateGrad + kK * kV * 2;  // [64, V]
+  static constexpr int kStateUnit = kY + 64 * kV * 2;  // float [4, groups], K / 4 rows a block
+  static constexpr int kYUnit = kStateUnit + 4 * kGroups * 4;  // float [4, groups], 16 rows a block
+  static constexpr int kBytes = (kYUnit + 4 * kGroups * 4 + 255) / 256 * 256;
+};
+
+struct KdaBwdWindow {
+  KdaDims dims;
+  KdaOptions options;
+  KdaTokens tokens;
+  DeviceIntegers cu_seqlens;
+  KdaWindow window;
+  KdaRecords records;
+  char* bwd_records;  // KdaBwdRecord [slots, HV]
+};
+
+struct KdaBwdScanParams {
+  KdaBwdWindow common;
+  KdaView d_out;
+  KdaStateView d_final, d_initial;
+  float* carry[2];  // gradients between windows, in the order of the scan's registers
+};
+
+struct KdaBwdTokenParams {
+  KdaBwdWindow common;
+  KdaView d_out;
+  KdaChunkStates chunk_states;
+  void *d_q, *d_k, *d_v, *d_g, *d_beta;
+  float* group_grads;  // [slots, HV, 2, 64, K] gradients of the normalised q and k; HV > H only
+  float* gate_sums;    // [rows of the call, HV, 2, K]: sums over a chunk for dt_bias and A_log
+  // Rows may be read in pieces of 16 bytes.
+  bool aligned_v, aligned_out, aligned_qk;
+};
+
+struct KdaBwdSumParams {
+  const float* gate_sums;
+  int64_t rows, HV, K;
+  bool has_rate;     // A_log is there
+  float* d_A_log;    // null: not wanted
+  float* d_dt_bias;  // null: not wanted
+};
+
+[[nodiscard]] cudaError_t launch_kda_tensor_bwd_scan(
+    const KdaBwdScanParams& p, cudaStream_t stream
+);
+[[nodiscard]] cudaError_t launch_kda_tensor_bwd_tokens(
+    const KdaBwdTokenParams& p, cudaStream_t stream
+);
+// Gradients of q and k from those of their value heads.
+[[nodiscard]] cudaError_t launch_kda_tensor_bwd_groups(
+    const KdaBwdTokenParams& p, cudaStream_t stream
+);
+[[nodiscard]] cudaError_t launch_kda_tensor_bwd_sums(const KdaBwdSumParams& p, cudaStream_t stream);
+
+}  // namespace sdm::kda
