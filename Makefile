@@ -15,7 +15,7 @@ BUILD := $(PY) tools/dev_build.py --jobs $(JOBS)
 REPO := org/sparse-delta-memory=$(CURDIR)
 WORKERS ?= 2
 
-.PHONY: demo test test-cuda-units build build-cuda lint bench clean
+.PHONY: demo test test-cuda-units build build-cuda lint bench gpu clean
 
 # Waiting threads sleep: beside other programs, spinning ones make the demo several times slower.
 demo: export OMP_WAIT_POLICY ?= passive
@@ -46,6 +46,10 @@ lint: $(READY)
 
 bench: build
 	LOCAL_KERNELS="$(REPO)" $(PY) benchmarks/measure.py
+
+# Everything that needs a GPU, into one file of benchmarks/results: docs/performance.md.
+gpu: $(READY)
+	LOCAL_KERNELS="$(REPO)" $(PY) benchmarks/gpu.py $(GPU_OPTIONS)
 
 clean:
 	rm -rf build _cmake_build

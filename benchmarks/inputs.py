@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import torch
+from eager_sdm import eager_product_key_topk
 
 SHAPES = Path(__file__).with_name("shapes.json")
 
@@ -33,28 +34,58 @@ def num_slots(shape):
     return math.prod(shape["factor_dims"])
 
 
-def draw_picks(kernel, shape, lanes, device):
-    """Slots and weights of one side: product keys on random scores, softmax over the picks."""
+def draw_picks(kernel, shape, lanes, device, generator):
+    """Slots and weights of one side: product keys on random scores, softmax over the picks.
+
+    On the CPU by the kernel, on a GPU by the eager top-k, so that nothing that is measured there
+    has made its own inputs.
+    """
     sizes = (shape["B"], shape["T"], shape["H"])
-    scores = torch.randn(*sizes, sum(shape["factor_dims"]))
-    # On the CPU whatever the device: the same draw everywhere, and one kernel fewer to depend on.
-    values, indices = kernel.product_key_topk(scores, shape["factor_dims"], lanes)
-    weights = values.softmax(-1).to(getattr(torch, shape["dtype"]))
-    return indices.to(device), weights.to(device)
+    dims = shape["factor_dims"]
+    scores = torch.randn(*sizes, sum(dims), device=device, generator=generator)
+    if device.type == "cuda":
+        rows = scores.flatten(0, 2).split(8192)  # the pair sums of all rows would be gigabytes
+        picked = [eager_product_key_topk(x, dims, lanes) for x in rows]
+        values, indices = (torch.cat(x).view(*sizes, lanes) for x in zip(*picked))
+        indices = indices.int()
+    else:
+        values, indices = kernel.product_key_topk(scores, dims, lanes)
+    return indices, values.softmax(-1).to(getattr(torch, shape["dtype"]))
 
 
-def draw_sdm(kernel, shape, device, seed=0):
-    """Return the arguments of `chunk_sdm`, one bank a sequence, decays as the layer makes them."""
-    torch.manual_seed(seed)
+def draw_sdm(kernel, shape, device, seed=0, shared_bank=False):
+    """Return the arguments of `chunk_sdm`, one bank a sequence or a head, decays as the layer's."""
+    generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, shape["dtype"])
     sizes = (shape["B"], shape["T"], shape["H"])
-    write_idx, write_val = draw_picks(kernel, shape, shape["W"], device)
-    read_idx, read_val = draw_picks(kernel, shape, shape["R"], device)
-    v = torch.randn(*sizes, shape["D"]).to(dtype).to(device)
-    beta = torch.randn(*sizes).sigmoid().to(device)
-    g = -torch.nn.functional.softplus(torch.randn(*sizes)).to(device)
-    banks = torch.randn(shape["B"], shape["H"], num_slots(shape), shape["D"], device=device)
-    return write_idx, write_val, v, beta, g, read_idx, read_val, banks.to(dtype)
+
+    def normal(*size, dtype=torch.float32):
+        return torch.randn(*size, device=device, generator=generator, dtype=dtype)
+
+    write_idx, write_val = draw_picks(kernel, shape, shape["W"], device, generator)
+    read_idx, read_val = draw_picks(kernel, shape, shape["R"], device, generator)
+    v = normal(*sizes, shape["D"], dtype=dtype)
+    beta = normal(*sizes).sigmoid()
+    g = -torch.nn.functional.softplus(normal(*sizes))
+    own = () if shared_bank else (shape["B"],)
+    bank = normal(*own, shape["H"], num_slots(shape), shape["D"], dtype=dtype)
+    return write_idx, write_val, v, beta, g, read_idx, read_val, bank
+
+
+def draw_kda(shape, device, seed=0):
+    """Return raw q, k, v, g and beta and the parameters of the gate, as a layer's projections are."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = getattr(torch, shape["dtype"])
+    B, T, H, K, V = (shape[letter] for letter in "BTHKV")
+
+    def normal(*size, dtype=dtype):
+        return torch.randn(*size, device=device, generator=generator, dtype=dtype)
+
+    q, k, v, g = (normal(B, T, H, size) for size in (K, K, V, K))
+    beta = normal(B, T, H)
+    A_log = (1 + 15 * torch.rand(H, device=device, generator=generator)).log()
+    dt_bias = 0.5 * normal(H * K, dtype=torch.float32)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
 
 
 def with_grad(arguments):

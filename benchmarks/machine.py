@@ -27,6 +27,10 @@ def cpu_name():
 
 
 def git_commit():
+    """The commit of the sources; BENCH_COMMIT where a copy without its history is measured."""
+    if os.environ.get("BENCH_COMMIT"):
+        return os.environ["BENCH_COMMIT"]
+
     def git(*arguments):
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
@@ -36,12 +40,18 @@ def git_commit():
     return commit + ("+changes" if git("status", "--porcelain", "--", *sources) else "")
 
 
+def command():
+    """The command line, with the names only of files elsewhere."""
+    arguments = [Path(x).name if os.path.isabs(x) else x for x in sys.argv[1:]]
+    return " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *arguments])
+
+
 def describe(device):
     """Facts to be kept with the numbers."""
     facts = {
         "commit": git_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -51,9 +61,24 @@ def describe(device):
         "load": load(),
     }
     if device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
+        found = torch.cuda.get_device_properties(device)
+        facts["gpu"] = found.name
+        facts["multiprocessors"] = found.multi_processor_count
+        facts["gpu_gib"] = round(found.total_memory / 2**30, 1)
+        facts["l2_mib"] = found.L2_cache_size // 2**20
         facts["cuda"] = torch.version.cuda
+        facts["driver"] = nvidia_smi("driver_version")
     return facts
+
+
+def nvidia_smi(field):
+    """One field of the first GPU, or None."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return (done.stdout.strip().splitlines() or [None])[0]
 
 
 def load():
@@ -67,7 +92,7 @@ def copy_bandwidth(device, clock_kind="wall", seconds=2.0, mib=256):
     On a CPU: `Tensor.copy_` on torch's threads, and one memmove for each of as many threads (which
     uses stores that bypass the caches). On a GPU: `Tensor.copy_`.
     """
-    source = torch.ones(mib << 18, device=device)  # float32, so that mib MiB
+    source = torch.rand(mib << 18, device=device)  # float32, so that mib MiB
     target = torch.empty_like(source)
     target.copy_(source)
     functions = {"copy_": lambda: target.copy_(source)}

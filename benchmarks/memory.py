@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of a call, each in a fresh process, and the bytes kept for the backward.
+"""Peak memory of a call, on a CPU each in a fresh process, and the bytes kept for the backward.
 
     python benchmarks/memory.py [--device cpu|cuda] [--shape NAME]
 
 Peak: the highest resident (CPU) or allocated (GPU) memory during the call, over what was there before
 it, inputs included. Kept: the storages that autograd saves and that are no inputs, as
-`saved_tensors_hooks` sees them.
+`saved_tensors_hooks` sees them; on a GPU what is allocated after the forward, without its result.
 """
 
 import argparse
@@ -111,8 +111,35 @@ def run_mode(mode, shape_name, device):
     }
 
 
+def measure_training_on_gpu(forward, leaves, d_out):
+    """Bytes of one training call: `forward()` returns `out`, `leaves` are what gradients are for.
+
+    torch's allocator counts them exactly, so no fresh process is needed.
+    """
+    device = d_out.device
+    torch.autograd.grad(forward(), leaves, d_out)  # loads code
+    before = torch.cuda.memory_allocated(device)
+    with Peak(device) as peak:
+        out = forward()
+        kept = torch.cuda.memory_allocated(device) - before - out.untyped_storage().nbytes()
+        gradients = torch.autograd.grad(out, leaves, d_out)
+        results = sum(x.untyped_storage().nbytes() for x in (out, *gradients))
+        del out, gradients
+    return {"peak_bytes": peak.bytes, "result_bytes": results, "kept_bytes": kept}
+
+
+def measure_call_on_gpu(function, device):
+    """Bytes of one call without gradients."""
+    function()
+    with Peak(device) as peak:
+        results = function()
+        size = sum(x.untyped_storage().nbytes() for x in results if x is not None)
+        del results
+    return {"peak_bytes": peak.bytes, "result_bytes": size, "kept_bytes": 0}
+
+
 def measure_memory(shape_name, device_type):
-    """Return the figures of every mode; of a mode that fails, the reason."""
+    """Return the figures of every mode, each in a process; of a mode that fails, the reason."""
     results = []
     for mode in MODES:
         command = [sys.executable, __file__, "--one", mode]

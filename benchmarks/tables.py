@@ -36,6 +36,8 @@ def speedup(record, records, style):
 
 
 def time_table(records):
+    if any("target_ms" in record for record in records):
+        return gpu_time_table(records)
     head = ["shape", "what", "who", "threads", "median", "lowest", "repeats", "than eager",
             "than eager bags", "bank GB/s", "of copy"]  # fmt: skip
     rows = []
@@ -50,6 +52,27 @@ def time_table(records):
         row.append(f"{record['share']:.0%}" if "share" in record else "")
         if "items_per_s" in record:
             row[1] += f" ({record['items_per_s']:,.0f} rows/s)"
+        rows.append(row)
+    return rows_to_markdown(head, rows)
+
+
+def gpu_time_table(records):
+    head = ["shape", "what", "who", "median", "lowest", "repeats", "host", "target", "peer",
+            "GB/s that must move", "of copy"]  # fmt: skip
+    rows = []
+    for record in records:
+        row = [record["shape"], record["op"], record["who"]]
+        if "error" in record:
+            rows.append([*row, record["error"], *[""] * 7])
+            continue
+        row += [time_of(record["median_ms"]), time_of(record["min_ms"]), record["repeats"]]
+        row.append(time_of(record["host_ms"]))
+        ours = record["who"].startswith("kernel")
+        for key in ("target_ms", "peer_ms"):
+            known = ours and key in record
+            row.append(time_of(record[key]) if known else "")
+        row.append(f"{record['gb_s']:.0f}" if "gb_s" in record else "")
+        row.append(f"{record['share']:.0%}" if "share" in record else "")
         rows.append(row)
     return rows_to_markdown(head, rows)
 
@@ -76,14 +99,21 @@ def memory_table(records):
         return f"{size / 2**20:.1f}"
 
     head = ["shape", "call", "peak, MiB", "of it results, MiB", "kept for backward, MiB"]
+    known = any("peer_peak_gib" in record for record in records)
+    if known:
+        head += ["target kept, MiB", "peer's peak, MiB", "peer's kept, MiB"]
     rows = []
     for record in records:
         row = [record["shape"], record["mode"]]
         if "error" in record:
-            rows.append([*row, record["error"], "", ""])
+            rows.append([*row, record["error"], *[""] * (len(head) - 3)])
             continue
-        keys = ("peak_bytes", "result_bytes", "kept_bytes")
-        rows.append(row + [mib(record[key]) for key in keys])
+        row += [mib(record[key]) for key in ("peak_bytes", "result_bytes", "kept_bytes")]
+        if known:
+            keys = ("target_kept_gib", "peer_peak_gib", "peer_kept_gib")
+            training = record["mode"].startswith("training")
+            row += [mib(record[k] * 2**30) if training and k in record else "" for k in keys]
+        rows.append(row)
     return rows_to_markdown(head, rows)
 
 
@@ -107,6 +137,8 @@ def markdown(report):
         parts.append(memory_table(report["memory"]))
     passed = sum(check["ok"] for check in report["checks"])
     parts.append(f"{passed} of {len(report['checks'])} checks passed.")
+    for failure in report.get("failures", ()):
+        parts.append(f"{failure['shape']}: {failure['error']}")
     return "\n\n".join(parts)
 
 

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs each op once on the GPU; meant to run under compute-sanitizer (gpu.py does).
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/sanitize.py
+
+Without the cache of torch's allocator every tensor has its own allocation, so that accesses behind
+its end and reads before its first write are seen. `--tiny`: cases for racecheck, which is slow.
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import replace
+
+import torch
+from machine import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from tests.helpers.calls import CALLS  # noqa: E402
+
+REPO = "org/sparse-delta-memory"
+TINY = {"B": 1, "T": 20, "H": 1, "S": 24, "D": 40, "W": 3, "R": 2, "chunk": 16}
+TINY_NAMES = ("backward_rows", "backward_replay", "recurrent_sdm_", "product_key_topk")
+
+
+def cases(tiny):
+    if not tiny:
+        return CALLS
+    found = [call for call in CALLS if call.name in TINY_NAMES or "kda" in call.name]
+    for call in found:
+        if hasattr(call, "case") and "kda" not in call.name:
+            changes = TINY if TINY["T"] < call.case.T else {**TINY, "T": call.case.T}
+            call.case = replace(call.case, **changes)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    os.environ.setdefault("LOCAL_KERNELS", f"{REPO}={ROOT}")
+    import kernels
+
+    kernel = kernels.get_kernel(REPO, version=1)
+    for call in cases(options.tiny):
+        start = time.monotonic()
+        results = call.run(kernel, call.draw(options.device))
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        finite = all(x.isfinite().all() for x in results if x.is_floating_point())
+        print(f"case {call.name}: {time.monotonic() - start:.1f} s, finite {finite}", flush=True)
+        if not finite:
+            sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()
