@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Building blocks of the plain kernels: sums over the lanes of a warp in a fixed order, and
+//! the tokens of a tile with norm, gate and strength applied.
+#pragma once
+
+#include "sdm_kernels/kda/cuda/kda_plain_gate.cuh"
+#include "sdm_kernels/kda/cuda/kda_plain_window.cuh"
+
+namespace sdm::kda::plain {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Sums each x[i] over groups of kLanes neighbouring lanes. Lane l of its group gets the sums of
+// x[l * kCount / kLanes ...] in x[0 ...]. Half of what is left goes to the other half of the lanes
+// in each step, so it costs about kCount shuffles and not kCount * log2(kLanes).
+template <int kLanes, int kCount>
+__device__ __forceinline__ void reduce_scatter(float* x, int lane) {
+  if constexpr (kLanes > 1) {
+    constexpr int kHalf = kCount / 2;
+    const bool upper = (lane & (kLanes / 2)) != 0;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float sent = upper ? x[i] : x[i + kHalf];
+      const float kept = upper ? x[i + kHalf] : x[i];
+      x[i] = kept + __shfl_xor_sync(kAllLanes, sent, kLanes / 2);
+    }
+    reduce_scatter<kLanes / 2, kHalf>(x, lane);
+  }
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    x += __shfl_xor_sync(kAllLanes, x, step);
+  }
+  return x;
+}
+
+__device__ __forceinline__ float dot4(const float4& a, const float4& b, float sum) {
+  sum = fmaf(a.x, b.x, sum);
+  sum = fmaf(a.y, b.y, sum);
+  sum = fmaf(a.z, b.z, sum);
+  return fmaf(a.w, b.w, sum);
+}
+
+__device__ __forceinline__ float4 load4(const float* x) {
+  return *reinterpret_cast<const float4*>(x);
+}
+
+__device__ __forceinline__ void store4(float* to, float a, float b, float c, float d) {
+  *reinterpret_cast<float4*>(to) = make_float4(a, b, c, d);
+}
+
+// A tile of one value head.
+struct TilePlace {
+  int64_t batch, token;  // of its first row
+  int64_t hv, h;         // value head and its key head
+  int64_t slot;
+  int rows;  // at most kTile
+};
+
+// Blocks count tiles of the window's rows and, fastest, groups of `group` value heads; the place is
+// that of the first head of the group. False if the sequence has no such tile.
+__device__ __forceinline__ bool find_tile(
+    const PlainCall& p, int64_t block, int64_t group, TilePlace* place
+) {
+  const int64_t tiles = p.tiles(), groups = p.dims.HV / group;
+  const int64_t hv = block % groups * group;
+  const int64_t tile = block / groups % tiles;
+  const int64_t row = block / groups / tiles;
+  PlainSequence sequence;
+  int64_t chunk;
+  if (!find_chunk(p, row, &sequence, &chunk)) {
+    return false;
+  }
+  const int64_t first = chunk * p.dims.C + tile * kTile;
+  if (first >= sequence.length) {
+    return false;
+  }
+  place->batch = sequence.batch;
+  place->token = sequence.begin + first;
+  place->hv = hv;
+  place->h = hv / (p.dims.HV / p.dims.H);
+  place->slot = p.slot(row, tile, hv);
+  place->rows = static_cast<int>(sequence.length - first < kTile ? sequence.length - first : kTile);
+  return true;
+}
+
+constexpr int kLaneColumns = 8;  // key columns of a lane when a warp has a row; K <= 256
+
+// One row of q or k, normalised if asked for: x[m] is column lane + 32 m. Returns the factor.
+__device__ __forceinline__ float load_row(
+    const KdaView& view, int64_t at, int64_t K, bool l2norm, int lane, float (&x)[kLaneColumns]
+) {
+  float squares = 0.0f;
+  with_dtype(view.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+#pragma unroll
+    for (int m = 0; m < kLaneColumns; ++m) {
+      const int64_t c = lane + 32 * m;
+      x[m] = c < K ? load_as<T>(view.data, at + c) : 0.0f;
+      squares = fmaf(x[m], x[m], squares);
+    }
+  });
+  if (!l2norm) {
+    return 1.0f;
+  }
+  const float factor = 1.0f / sqrtf(warp_sum(squares) + kNormEps);
+#pragma unroll
+  for (int m = 0; m < kLaneColumns; ++m) {
+    x[m] *= factor;
+  }
+  return factor;
+}
+
+// q and k [16, K] normalised, decays exp(g) [16, K] and strengths [16] of a tile into shared
+// memory. Rows past the end change nothing: q = k = 0, decay 1, strength 0.
+__device__ __forceinline__ void load_tile(
+    const PlainCall& p, const TilePlace& place, float* q, float* k, float* decay, float* beta
+) {
+  const KdaTokens& in = p.tokens;
+  const int64_t K = p.dims.K;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const Gate gate = make_gate(p.options, in, K, place.hv);
+  for (int i = static_cast<int>(threadIdx.x) / 32; i < kTile; i += kWarps) {
+    const bool valid = i < place.rows;
+    const int64_t t = place.token + i;
+    float xq[kLaneColumns] = {}, xk[kLaneColumns] = {}, xg[kLaneColumns] = {};
+    float strength = 0.0f;
+    if (valid) {
+      const bool l2norm = p.options.l2norm;
+      load_row(in.q, row_of(in.q, place.batch, t, place.h), K, l2norm, lane, xq);
+      load_row(in.k, row_of(in.k, place.batch, t, place.h), K, l2norm, lane, xk);
+      load_row(in.g, row_of(in.g, place.batch, t, place.hv), K, false, lane, xg);
+      strength = beta_value(
+          p.options.beta,
+          load_any(in.beta.data, in.beta.dtype, row_of(in.beta, place.batch, t, place.hv))
+      );
+    }
+#pragma unroll
+    for (int m = 0; m < kLaneColumns; ++m) {
+      const int64_t c = lane + 32 * m;
+      if (c < K) {
+        q[i * K + c] = xq[m];
+        k[i * K + c] = xk[m];
+        decay[i * K + c] = valid ? expf(gate.value(xg[m], c)) : 1.0f;
+      }
+    }
+    if (lane == 0) {
+      beta[i] = strength;
+    }
+  }
+}
+
+}  // namespace sdm::kda::plain
