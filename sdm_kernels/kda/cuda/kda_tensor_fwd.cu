@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "sdm_kernels/kda/cuda/kda_paths.h"
+#include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_scan.cuh"
 
@@ -15,6 +16,9 @@ namespace {
 // Records of a window: 26 MB at K = 128, so that those being read and those being written stay in
 // the 50 MB second-level cache, and three blocks for each of 132 multiprocessors.
 constexpr int64_t kWindowRecords = 396;
+
+constexpr int64_t kBuffers = 2;
+constexpr bool kOverlap = true;
 
 constexpr int64_t kMaxGridY = 65535;
 
@@ -36,20 +40,20 @@ int64_t carry_rows(const KdaWindowPlan& plan) {
 
 template <DType kType, int kK>
 cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
-  const auto kernel = cuda::kda_scan_kernel<kType, kK>;
-  constexpr int kBytes = cuda::ScanShared<kK>::kBytes;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) {
-    return error;
-  }
   const dim3 grid(
       static_cast<unsigned>(args.dims.V / cuda::kScanColumns),
       static_cast<unsigned>(args.dims.HV),
       static_cast<unsigned>(spans)
   );
-  kernel<<<grid, cuda::kScanThreads, kBytes, stream>>>(args);
-  return cudaGetLastError();
+  return launch_kernel(
+      cuda::kda_scan_kernel<kType, kK>,
+      grid,
+      cuda::kScanThreads,
+      cuda::ScanShared<kK>::kBytes,
+      stream,
+      kOverlap,
+      args
+  );
 }
 
 cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
@@ -84,7 +88,7 @@ size_t kda_tensor_fwd_workspace(const KdaCudaFwdParams& params) {
   const KdaDims& dims = params.base.dims;
   const KdaWindowPlan plan = plan_of(params);
   const int64_t carry = 2 * carry_rows(plan) * dims.HV * dims.K * dims.V * 4;
-  return static_cast<size_t>(records_bytes(dims, plan) + carry);
+  return static_cast<size_t>(kBuffers * records_bytes(dims, plan) + carry);
 }
 
 cudaError_t launch_kda_tensor_fwd(
@@ -114,16 +118,20 @@ cudaError_t launch_kda_tensor_fwd(
   scan.final_state = base.final_state;
   scan.chunk_states = base.chunk_states;
   scan.records = records;
-  scan.carry = reinterpret_cast<float*>(records.data + records_bytes(dims, plan));
+  scan.carry = reinterpret_cast<float*>(records.data + kBuffers * records_bytes(dims, plan));
   scan.carry_rows = carry_rows(plan);
   scan.out = base.out;
   scan.scale = static_cast<float>(base.options.scale);
   scan.whole_v = kda_rows_aligned(base.tokens.v, 8);
 
+  // The preparation of a window overlaps the scan of the one before: it fills the other buffer, and
+  // starts only after the scan before that, which read it, has ended.
   for (int64_t i = 0; i < plan.num_windows(); ++i) {
     prep.window = plan.window(i);
+    prep.records.data = records.data + i % kBuffers * records_bytes(dims, plan);
     scan.window = prep.window;
-    cudaError_t error = launch_kda_tensor_prep(prep, stream);
+    scan.records = prep.records;
+    cudaError_t error = launch_kda_tensor_prep(prep, stream, i > 0 && kOverlap);
     if (error == cudaSuccess) {
       const int64_t spans = plan.packed ? plan.max_spans(dims.N) : scan.window.num_sequences;
       error = launch_scan(scan, spans, stream);

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep_kernel.cuh"
 
@@ -11,19 +12,14 @@ namespace sdm::kda {
 namespace {
 
 template <DType kType, int kK>
-cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream) {
+cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream, bool overlap) {
   using Shared = cuda::PrepShared<kK>;
   const KdaPrepParams& p = args.params;
   const int bytes = p.key_scores ? Shared::kBytesWithKeyScores : Shared::kBytes;
-  const auto kernel = cuda::kda_prep_kernel<kType, kK>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) {
-    return error;
-  }
   const dim3 grid(static_cast<unsigned>(p.window.slots()), static_cast<unsigned>(p.dims.HV));
-  kernel<<<grid, cuda::kPrepThreads, static_cast<size_t>(bytes), stream>>>(args);
-  return cudaGetLastError();
+  return launch_kernel(
+      cuda::kda_prep_kernel<kType, kK>, grid, cuda::kPrepThreads, bytes, stream, overlap, args
+  );
 }
 
 }  // namespace
@@ -40,7 +36,7 @@ bool kda_rows_aligned(const KdaView& view, int64_t bytes) {
          view.stride[2] * size % bytes == 0;
 }
 
-cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t stream) {
+cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t stream, bool overlap) {
   if (params.window.slots() <= 0 || params.dims.HV <= 0) {
     return cudaSuccess;
   }
@@ -52,10 +48,12 @@ cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t str
   args.whole_g = kda_rows_aligned(params.tokens.g, element_size(params.tokens.g.dtype) * channels);
   const bool bf16 = params.tokens.q.dtype == DType::kBf16;
   if (params.dims.K == 128) {
-    return bf16 ? launch<DType::kBf16, 128>(args, stream) : launch<DType::kF16, 128>(args, stream);
+    return bf16 ? launch<DType::kBf16, 128>(args, stream, overlap)
+                : launch<DType::kF16, 128>(args, stream, overlap);
   }
   if (params.dims.K == 64) {
-    return bf16 ? launch<DType::kBf16, 64>(args, stream) : launch<DType::kF16, 64>(args, stream);
+    return bf16 ? launch<DType::kBf16, 64>(args, stream, overlap)
+                : launch<DType::kF16, 64>(args, stream, overlap);
   }
   return cudaErrorInvalidValue;
 }

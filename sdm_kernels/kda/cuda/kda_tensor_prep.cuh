@@ -24,7 +24,11 @@ int kda_tensor_prep_shared_bytes(int64_t K);
 // Whether every row of the view starts at a multiple of `bytes`.
 bool kda_rows_aligned(const KdaView& view, int64_t bytes);
 
-// Fills the records of all chunks of the window; unused slots stay as they are.
-[[nodiscard]] cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t stream);
+// Fills the records of all chunks of the window; unused slots stay as they are. With `overlap` it
+// may begin before the kernel in front of it ends (kda_tensor_launch.cuh), so it must not touch
+// what that one reads or writes; it ends after it in any case.
+[[nodiscard]] cudaError_t launch_kda_tensor_prep(
+    const KdaPrepParams& params, cudaStream_t stream, bool overlap = false
+);
 
 }  // namespace sdm::kda

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "sdm_kernels/kda/cuda/kda_tensor_inverse.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_load.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
 
@@ -262,11 +263,13 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   constexpr int kChannels = kK / 32;
   constexpr int kPairs = kChannels / 2;
   extern __shared__ __align__(1024) unsigned char kda_shared[];
+  allow_next_kernel();
   const KdaPrepParams& p = args.params;
   const int64_t slot = blockIdx.x;
   const int hv = blockIdx.y;
   const KdaSpan span = kda_chunk_of_slot(p.cu_seqlens, p.window, slot, p.dims);
   if (!span.valid) {
+    wait_for_previous_kernel();
     return;
   }
   const int warp = threadIdx.x / 32;
@@ -580,6 +583,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
         pack_f16(x[0], x[1]), pack_f16(x[2], x[3]), pack_f16(x[4], x[5]), pack_f16(x[6], x[7])
     );
   }
+  wait_for_previous_kernel();  // whoever waits for this kernel waits for that one too
 }
 
 }  // namespace sdm::kda::cuda

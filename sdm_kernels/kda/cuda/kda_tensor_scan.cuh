@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_load.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_records.cuh"
 
@@ -219,6 +220,8 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
   extern __shared__ __align__(1024) unsigned char kda_shared[];
   const int64_t hv = blockIdx.y;
   const KdaSpan span = kda_span(args.cu_seqlens, args.window, blockIdx.z, args.dims);
+  wait_for_previous_kernel();
+  allow_next_kernel();  // not before: the next one writes where this one's predecessor read
   if (!span.valid) {
     return;
   }
