@@ -2,6 +2,7 @@
 """Checks and times of Kimi delta attention, from raw inputs: gate, norm and sigmoid inside."""
 
 import torch
+from eager_kda import eager_chunk_kda
 from inputs import draw_kda
 from memory import measure_call_on_gpu, measure_training_on_gpu
 from peers import kda_peer
@@ -16,6 +17,7 @@ FLAGS = {
     "lower_bound": -5.0,
 }
 CHECKED = 256  # tokens that are compared with the reference
+EAGER_CHUNKS = (32, 64, 128)
 
 
 def kda_bytes(shape):
@@ -63,6 +65,36 @@ def check_kda(run, name, arguments):
     run.check(name, "bits of two runs differ", float(not torch.equal(whole, again)), 0)
 
 
+def eager_functions(run, name, arguments, d_out, ours):
+    """The eager version, checked, at its fastest chunk for each use."""
+    leaves = {key: x.detach().clone().requires_grad_() for key, x in arguments.items()}
+
+    def forward(chunk):
+        return lambda: eager_chunk_kda(**arguments, chunk_size=chunk)
+
+    def train(chunk):
+        def call():
+            out, _ = eager_chunk_kda(**leaves, chunk_size=chunk)
+            return torch.autograd.grad(out, list(leaves.values()), d_out)
+
+        return call
+
+    def fastest(make):
+        functions = {chunk: make(chunk) for chunk in EAGER_CHUNKS}
+        return min(functions, key=lambda chunk: min(run.clock(functions[chunk]) for _ in range(2)))
+
+    run.use_threads(run.threads[-1])
+    error = relative_error(ours[0], forward(64)()[0])
+    run.check(name, "out, kernel and eager", error, LIMITS[ours[0].dtype])
+    with torch.no_grad():
+        chunk = fastest(forward)
+    train_chunk = fastest(train)
+    return {
+        ("forward", f"eager, chunk {chunk}"): forward(chunk),
+        ("forward + backward", f"eager, chunk {train_chunk}"): train(train_chunk),
+    }
+
+
 def measure_kda(run, name, shape):
     kernel = run.kernel
     if not hasattr(kernel, "chunk_kda"):
@@ -80,6 +112,10 @@ def measure_kda(run, name, shape):
         ("forward + backward", "kernel"): train,
         ("forward + backward", "kernel, nothing recomputed"): kept,
     }
+    if run.eager:
+        eager = eager_functions(run, name, arguments, d_out, functions["forward", "kernel"]())
+        functions.update({key: f for key, f in eager.items() if key[0] == "forward"})
+        trains.update({key: f for key, f in eager.items() if key[0] != "forward"})
     if run.peers:
         peers = kda_peer(arguments, d_out, FLAGS)
         functions.update({key: f for key, f in peers.items() if key[0] == "forward"})
