@@ -39,7 +39,7 @@ def time_table(records):
     if any("target_ms" in record for record in records):
         return gpu_time_table(records)
     head = ["shape", "what", "who", "threads", "median", "lowest", "repeats", "than eager",
-            "than eager bags", "bank GB/s", "of copy"]  # fmt: skip
+            "than eager bags", "GB/s", "of copy"]  # fmt: skip
     rows = []
     for record in records:
         row = [record["shape"], record["op"], record["who"], record["threads"] or "-"]
