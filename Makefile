@@ -4,6 +4,7 @@ VENV ?= .venv
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 ARCH ?=
+CUDA ?=
 ifeq ($(VENV),)
 PY := $(PYTHON)
 else
@@ -15,7 +16,7 @@ BUILD := $(PY) tools/dev_build.py --jobs $(JOBS)
 REPO := org/sparse-delta-memory=$(CURDIR)
 WORKERS ?= 2
 
-.PHONY: demo test test-cuda-units build build-cuda lint bench gpu clean
+.PHONY: demo test test-cuda-units build build-cuda variants lint bench gpu clean
 
 # Waiting threads sleep: beside other programs, spinning ones make the demo several times slower.
 demo: export OMP_WAIT_POLICY ?= passive
@@ -34,6 +35,10 @@ build: $(READY)
 
 build-cuda: $(READY)
 	$(BUILD) --backend cuda $(ARCH:%=--arch %)
+
+# Every variant with every CUDA version: hours. CUDA=12.8 ARCH=9.0 makes less of it.
+variants: $(READY)
+	$(PY) tools/build_variants.py --jobs $(JOBS) $(CUDA:%=--cuda %) $(ARCH:%=--arch %) --record _cmake_build/variants.json
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -1,5 +1,5 @@
 {
-  description = "Flake for the sparse-delta-memory kernels";
+  description = "Sparse delta memory, Kimi delta attention and product-key top-k for PyTorch";
 
   inputs = {
     kernel-builder.url = "github:huggingface/kernels";
@@ -13,5 +13,12 @@
     kernel-builder.lib.genKernelFlakeOutputs {
       inherit self;
       path = ./.;
+
+      # What tests/ imports besides torch, pytest and the kernels client.
+      pythonCheckInputs =
+        pkgs: with pkgs; [
+          hypothesis
+          numpy
+        ];
     };
 }

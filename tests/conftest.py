@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures: the kernel as a user loads it, a device, fixed seeds and threads."""
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 # Waiting threads sleep instead of spinning: several test processes share the cores.
@@ -14,9 +16,27 @@ REPO_ID = "org/sparse-delta-memory"
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def kernel_path():
+    """Where the build under test lies: build/, or what kernel-builder's test shell can import."""
+    spec = None
+    if not (ROOT / "build").is_dir():
+        spec = importlib.util.find_spec("sparse_delta_memory")
+    return Path(spec.origin).resolve().parent.parent if spec else ROOT
+
+
+def refuse_the_network(event, arguments):
+    """Let tests connect to this machine only."""
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        host = arguments[1][0]
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise PermissionError(f"a test connects to {host}")
+
+
 def pytest_configure():
-    # Subprocesses inherit this; a value from outside (another build) wins.
-    os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT}")
+    # Subprocesses inherit these; a value from outside (another build) wins.
+    os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={kernel_path()}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.addaudithook(refuse_the_network)
 
 
 @pytest.fixture(scope="session")
