@@ -3,30 +3,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #ifdef CUDA_KERNEL
 #include "sdm_kernels/sdm/cuda/sdm_cuda.h"
+#include "torch-ext/results_cuda.h"
 #include "torch-ext/sdm_calls.h"
 #include "torch-ext/torch_binding.h"
 
 namespace sdm::ext {
-namespace {
-
-DeviceIntegers device_integers(
-    const char* op, const char* name, const std::optional<Tensor>& t, const Tensor& like
-) {
-  if (!t.has_value()) {
-    return {nullptr, false};
-  }
-  check_same_device(op, name, *t, like);
-  check_contiguous(op, name, *t);
-  return {t->const_data_ptr(), is_int64(op, name, *t)};
-}
-
-// Freed when the call returns; torch's allocator keeps the order of the stream.
-Tensor new_workspace(const Tensor& like, size_t bytes) {
-  return new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-}
-
-}  // namespace
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cuda(
     const Tensor& write_idx,
     const Tensor& write_val,
