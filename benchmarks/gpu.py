@@ -30,8 +30,18 @@ BENCHMARKS = ROOT / "benchmarks"
 # The most seconds that a section may take, whatever is left.
 LIMITS = {"build": 420, "first": 60, "times": 150, "units": 240, "tests": 300}
 SANITIZERS = {"memcheck": (False, 90), "initcheck": (False, 90), "racecheck": (True, 120)}
-# Files that never touch a GPU; the machine without one runs them.
-NO_GPU = ("test_aarch64.py", "test_cuda_sources.py", "test_cuda_units.py", "test_dev_build.py")
+# Files that never touch a GPU and build or need much: a machine without one runs them.
+NO_GPU = (
+    "test_aarch64.py",
+    "test_cuda_sources.py",
+    "test_cuda_units.py",  # a section of its own
+    "test_dev_build.py",
+    "test_hub_loading.py",
+    "test_hub_release.py",
+    "test_hub_versions.py",
+    "test_reproducible.py",
+    "test_variants.py",
+)
 WORDS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
 # A line of `pytest -v` with xdist, and one without.
 OUTCOME = re.compile(
