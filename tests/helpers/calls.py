@@ -19,6 +19,13 @@ SEGMENTS = replace(BASE, id="segments", T=600, S=256, D=40, W=64, B=1)
 SINGLE = replace(BASE, id="single", T=3, bank_per_sequence=True)
 
 
+def private(x):
+    """Return a copy of ``x`` in a storage of the same size, with its strides and its offset."""
+    size = x.untyped_storage().nbytes() // x.element_size()
+    storage = torch.empty(size, dtype=x.dtype, device=x.device)
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
+
+
 class _SdmCall:
     def __init__(self, name, case):
         self.name, self.case = name, case
@@ -74,7 +81,7 @@ class InPlace(_SdmCall):
         return [*arguments[:7], pool, *arguments[8:], index]
 
     def run(self, sdm, arguments):
-        x, pool = self.inputs(arguments), arguments[7].clone()
+        x, pool = self.inputs(arguments), private(arguments[7])
         with torch.no_grad():
             out = sdm.chunk_sdm_(
                 pool,
@@ -88,7 +95,7 @@ class InPlace(_SdmCall):
 
 class Step(InPlace):
     def run(self, sdm, arguments):
-        x, pool = self.inputs(arguments), arguments[7].clone()
+        x, pool = self.inputs(arguments), private(arguments[7])
         with torch.no_grad():
             out = sdm.recurrent_sdm_(pool, *x.tokens(), state_indices=arguments[-1])
         return out, pool
