@@ -23,25 +23,6 @@ inline int scan_lanes(int64_t K) {
   return K <= 32 ? 4 : K <= 64 ? 8 : K <= 128 ? 16 : 32;
 }
 
-// 4 elements, `stride` apart.
-template <typename T>
-__device__ __forceinline__ void store_run(
-    T* at, int64_t stride, float a, float b, float c, float d
-) {
-  struct alignas(4 * sizeof(T)) Run {
-    T x[4];
-  };
-
-  if (stride == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Run) == 0) {
-    *reinterpret_cast<Run*>(at) = Run{{narrow<T>(a), narrow<T>(b), narrow<T>(c), narrow<T>(d)}};
-  } else {
-    at[0] = narrow<T>(a);
-    at[stride] = narrow<T>(b);
-    at[2 * stride] = narrow<T>(c);
-    at[3 * stride] = narrow<T>(d);
-  }
-}
-
 template <int kLanes>
 struct StatePart {
   float s[8][4];

@@ -53,6 +53,25 @@ __device__ __forceinline__ void store4(float* to, float a, float b, float c, flo
   *reinterpret_cast<float4*>(to) = make_float4(a, b, c, d);
 }
 
+// 4 elements, `stride` apart.
+template <typename T>
+__device__ __forceinline__ void store_run(
+    T* at, int64_t stride, float a, float b, float c, float d
+) {
+  struct alignas(4 * sizeof(T)) Run {
+    T x[4];
+  };
+
+  if (stride == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Run) == 0) {
+    *reinterpret_cast<Run*>(at) = Run{{narrow<T>(a), narrow<T>(b), narrow<T>(c), narrow<T>(d)}};
+  } else {
+    at[0] = narrow<T>(a);
+    at[stride] = narrow<T>(b);
+    at[2 * stride] = narrow<T>(c);
+    at[3 * stride] = narrow<T>(d);
+  }
+}
+
 // A tile of one value head.
 struct TilePlace {
   int64_t batch, token;  // of its first row
