@@ -199,7 +199,8 @@ def has_module(name):
 
 def run_tests(session, name, command):
     start = time.monotonic()
-    env = {"SDM_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
+    # One thread each: there is a process a core already.
+    env = {"SDM_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     status, output = session.run(name, command, LIMITS[name], env)
     facts = parse_tests(output)
     if status != 0:
