@@ -18,6 +18,7 @@
 
 #include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_load.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_products.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_records.cuh"
 
 namespace sdm::kda::cuda {
@@ -46,10 +47,11 @@ struct ScanShared {
   using Record = KdaRecord<kK>;
   static constexpr int kFirst = Record::kInverse;                      // bytes of kd, qd
   static constexpr int kSecond = Record::kKeyNorm - Record::kInverse;  // bytes of the rest
-  static constexpr int kSlot = (kFirst > kSecond ? kFirst : kSecond);
+  // Panels start at multiples of 1024 bytes, as their swizzle wants.
+  static constexpr int kSlot = ((kFirst > kSecond ? kFirst : kSecond) + 1023) / 1024 * 1024;
   static constexpr int kSlots = 3;
   static constexpr int kBytes = kSlots * kSlot;
-  static_assert(Record::kKd == 0 && kSlot % 128 == 0);
+  static_assert(Record::kKd == 0 && kPanelBytes % 1024 == 0);
 };
 
 // The value column of fragment row g or g + 8 within the warp's 16: so that a transposed pair of
@@ -286,10 +288,6 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
     }
   }
 
-  // Lane parts of matrix addresses (see panel_offset): rows as the n of a product, or as its k.
-  const uint32_t n_lane = (lane / 16 * 8 + lane % 8) * 128 + (((lane / 8 & 1) ^ (lane & 7)) << 4);
-  const uint32_t k_lane = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
-
   const int64_t v_offset = span.sequence.batch * args.v.stride[0] +
                            span.sequence.begin * args.v.stride[1] + hv * args.v.stride[2] + column0;
   const auto rows_of = [&](int64_t chunk) {
@@ -302,10 +300,27 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
         v, args, v_offset + span.first * kTensorChunk * args.v.stride[1], rows_of(span.first)
     );
   }
-  int slot = 0;  // of the half at hand
+  const auto store_out = [&](const float (&o)[8][4], int64_t chunk, float low, float high) {
+    const int rows = rows_of(chunk);
+    const int64_t token =
+        span.sequence.batch * args.dims.T + span.sequence.begin + chunk * kTensorChunk + g;
+    uint16_t* out = static_cast<uint16_t*>(args.out) + (token * args.dims.HV + hv) * args.dims.V +
+                    column0 + t * 4;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const uint32_t x = transpose_matrix(pack_pair<kType>(o[n][0] * low, o[n][1] * low));
+      const uint32_t y = transpose_matrix(pack_pair<kType>(o[n][2] * high, o[n][3] * high));
+      if (8 * n + g < rows) {
+        *reinterpret_cast<uint2*>(out + 8 * n * args.dims.HV * args.dims.V) = make_uint2(x, y);
+      }
+    }
+  };
+
+  float o[8][4];
+  float o_low = 1.0f, o_high = 1.0f;  // factors of the output that is being made
+  int slot = 0;                       // of the half at hand
   for (int64_t chunk = span.first; chunk < span.last; ++chunk) {
     const int64_t half = 2 * (chunk - span.first);
-    const int rows = rows_of(chunk);
 
     // v^T as accumulators; the scale of the columns.
     float e[8][4];
@@ -321,11 +336,6 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
       low_largest = fmaxf(low_largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       high_largest = fmaxf(high_largest, fmaxf(fabsf(y.x), fabsf(y.y)));
     }
-    if (chunk + 1 < span.last) {
-      load_values(
-          v, args, v_offset + (chunk + 1) * kTensorChunk * args.v.stride[1], rows_of(chunk + 1)
-      );
-    }
     if (args.chunk_states.data != nullptr) {
       store_chunk_state(state, args, span.sequence.first_row(args.dims.T) + chunk, hv, column0);
     }
@@ -337,12 +347,32 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
       e[n][2] *= -state.high.factor;
       e[n][3] *= -state.high.factor;
     }
+    uint32_t s_operand[kK / 16][4];
+#pragma unroll
+    for (int k = 0; k < kK / 16; ++k) {
+      pack_operand(s_operand[k], state.s[2 * k], state.s[2 * k + 1]);
+    }
 
-    // First half: S^T kd^T and S^T qd^T.
+    // First half: S^T kd^T, and S^T qd^T meanwhile.
     wait_copies<1>();
+    copies_are_visible();
+    __syncthreads();
+    const uint32_t first = ring + slot * Shared::kSlot;
+    begin_products();
+#pragma unroll
+    for (int p = 0; p < kK / 64; ++p) {
+      add_panel_product(e, s_operand + 4 * p, first + Record::kKd + p * kPanelBytes);
+    }
+    end_products();
+    if (chunk > span.first) {
+      wait_products<1>();
+      store_out(o, chunk - 1, o_low, o_high);
+    }
+    // Every warp is done with the second half of the chunk before: the next first half goes there.
+    wait_copies<0>();
+    copies_are_visible();
     __syncthreads();
     fetch(half + 2, slot == 0 ? 2 : slot - 1);
-    float o[8][4];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -350,69 +380,52 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
         o[n][i] = 0.0f;
       }
     }
-    {
-      const uint32_t base = ring + slot * Shared::kSlot;
+    o_low = args.scale * state.low.inverse;
+    o_high = args.scale * state.high.inverse;
+    begin_products();
 #pragma unroll
-      for (int k = 0; k < kK / 16; ++k) {
-        uint32_t a[4];
-        pack_operand(a, state.s[2 * k], state.s[2 * k + 1]);
-        const uint32_t at = base + k / 4 * kPanelBytes + (n_lane ^ (k % 4 * 32));
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          uint32_t b[4];
-          load_matrices(b, at + Record::kKd + n * 2048);
-          mma_f16(e[2 * n], a, b[0], b[1]);
-          mma_f16(e[2 * n + 1], a, b[2], b[3]);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          uint32_t b[4];
-          load_matrices(b, at + Record::kQd + n * 2048);
-          mma_f16(o[2 * n], a, b[0], b[1]);
-          mma_f16(o[2 * n + 1], a, b[2], b[3]);
-        }
-      }
+    for (int p = 0; p < kK / 64; ++p) {
+      add_panel_product(o, s_operand + 4 * p, first + Record::kQd + p * kPanelBytes);
     }
-    slot = slot == 2 ? 0 : slot + 1;
+    end_products();
+    if (chunk + 1 < span.last) {
+      load_values(
+          v, args, v_offset + (chunk + 1) * kTensorChunk * args.v.stride[1], rows_of(chunk + 1)
+      );
+    }
 
     // Second half: U, the state, the output.
-    wait_copies<1>();
-    __syncthreads();
-    fetch(half + 3, slot == 0 ? 2 : slot - 1);
-    const uint32_t base = ring + slot * Shared::kSlot;
+    slot = slot == 2 ? 0 : slot + 1;
+    const uint32_t second = ring + slot * Shared::kSlot;
     const unsigned char* memory = kda_shared + slot * Shared::kSlot;
     const float2* beta =
         reinterpret_cast<const float2*>(memory + Record::kBeta - Record::kInverse) + t;
     const float2* gamma =
         reinterpret_cast<const float2*>(memory + Record::kGamma - Record::kInverse) + t;
-    uint32_t u_operand[4][4];
-    {
-      uint32_t a[4][4];
+    wait_products<1>();
+    uint32_t operand[4][4];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const float2 b = beta[n * 4];
-        e[n][0] *= -b.x;
-        e[n][1] *= -b.y;
-        e[n][2] *= -b.x;
-        e[n][3] *= -b.y;
-      }
+    for (int n = 0; n < 8; ++n) {
+      const float2 b = beta[n * 4];
+      e[n][0] *= -b.x;
+      e[n][1] *= -b.y;
+      e[n][2] *= -b.x;
+      e[n][3] *= -b.y;
+    }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        pack_operand(a[k], e[2 * k], e[2 * k + 1]);
-      }
+    for (int k = 0; k < 4; ++k) {
+      pack_operand(operand[k], e[2 * k], e[2 * k + 1]);
+    }
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {  // rows 16 n to 16 n + 15 of U
-        float u[2][4] = {};
+    for (int n = 0; n < 8; ++n) {  // E becomes U
 #pragma unroll
-        for (int k = 0; k <= n; ++k) {
-          uint32_t b[4];
-          load_matrices(b, base + n * 2048 + (n_lane ^ (k * 32)));
-          mma_f16(u[0], a[k], b[0], b[1]);
-          mma_f16(u[1], a[k], b[2], b[3]);
-        }
-        pack_operand(u_operand[n], u[0], u[1]);
+      for (int i = 0; i < 4; ++i) {
+        e[n][i] = 0.0f;
       }
     }
+    begin_products();
+    add_triangular_product(e, operand, second);
+    end_products();
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 x = gamma[n * 4];
@@ -421,48 +434,31 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
       state.s[n][2] *= x.x;
       state.s[n][3] *= x.y;
     }
+    wait_products<0>();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int n = 0; n < kTiles / 2; ++n) {
-        uint32_t b[4];
-        load_matrices_transposed(
-            b,
-            base + Record::kKr - Record::kInverse + n / 4 * kPanelBytes + k * 2048 +
-                (k_lane ^ (n % 4 * 32))
-        );
-        mma_f16(state.s[2 * n], u_operand[k], b[0], b[1]);
-        mma_f16(state.s[2 * n + 1], u_operand[k], b[2], b[3]);
-      }
+      pack_operand(operand[k], e[2 * k], e[2 * k + 1]);
     }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int k = 0; k <= n; ++k) {
-        uint32_t b[4];
-        load_matrices(
-            b, base + Record::kScores - Record::kInverse + n * 2048 + (n_lane ^ (k * 32))
-        );
-        mma_f16(o[2 * n], u_operand[k], b[0], b[1]);
-        mma_f16(o[2 * n + 1], u_operand[k], b[2], b[3]);
-      }
+    begin_products();
+    add_panel_rows_product<0>(state.s, operand, second + Record::kKr - Record::kInverse);
+    if constexpr (kK == 128) {
+      add_panel_rows_product<8>(
+          state.s, operand, second + Record::kKr - Record::kInverse + kPanelBytes
+      );
     }
+    end_products();
+    begin_products();
+    add_triangular_product(o, operand, second + Record::kScores - Record::kInverse);
+    end_products();
+    // Every warp is done with the first half of this chunk: the next second half goes there.
+    __syncthreads();
+    fetch(half + 3, slot == 0 ? 2 : slot - 1);
+    wait_products<1>();
     slot = slot == 2 ? 0 : slot + 1;
-
-    const float low = args.scale * state.low.inverse;
-    const float high = args.scale * state.high.inverse;
-    const int64_t token =
-        span.sequence.batch * args.dims.T + span.sequence.begin + chunk * kTensorChunk + g;
-    uint16_t* out = static_cast<uint16_t*>(args.out) + (token * args.dims.HV + hv) * args.dims.V +
-                    column0 + t * 4;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const uint32_t x = transpose_matrix(pack_pair<kType>(o[n][0] * low, o[n][1] * low));
-      const uint32_t y = transpose_matrix(pack_pair<kType>(o[n][2] * high, o[n][3] * high));
-      if (8 * n + g < rows) {
-        *reinterpret_cast<uint2*>(out + 8 * n * args.dims.HV * args.dims.V) = make_uint2(x, y);
-      }
-    }
+  }
+  if (chunks > 0) {
+    wait_products<0>();
+    store_out(o, span.last - 1, o_low, o_high);
   }
 
   state.unscale();
