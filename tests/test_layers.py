@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels import (
+    KernelizeFallback,
     LocalLayerRepository,
     Mode,
     kernelize,
@@ -134,6 +135,62 @@ def test_mapping_for_one_mode_falls_back_in_others(sdm, device):
         assert cls.calls == 1
         with pytest.raises(ValueError, match="mode"):
             kernelize(model, mode=Mode.TRAINING, device=device, use_fallback=False)
+
+
+def test_mapping_for_both_devices(sdm, device):
+    cls = adopting_class(sdm)
+    model = cls().to(device)
+    repository = LocalLayerRepository(Path(sdm.__file__).parents[2], layer_name=NAME)
+    mapping = {NAME: {"cpu": repository, "cuda": repository}}
+    x = torch.randn(1, 5, 24)
+    expected = model(x.to(device))[0]
+    # The device of the parameters decides; a CUDA variant serves both.
+    devices = ["cpu"] if device.type == "cpu" else ["cpu", "cuda"]
+    for name in devices:
+        model = model.to(name)
+        with use_kernel_mapping(mapping, inherit_mapping=False):
+            kernelize(model, mode=Mode.INFERENCE, use_fallback=False)
+        got = model(x.to(name))[0]
+        torch.testing.assert_close(got.to(device), expected, rtol=1e-4, atol=1e-4)
+    assert cls.calls == 1
+
+
+def test_device_without_a_mapping_falls_back(sdm, device):
+    cls = adopting_class(sdm)
+    model = cls().to(device)
+    repository = LocalLayerRepository(Path(sdm.__file__).parents[2], layer_name=NAME)
+    other = "xpu"
+    with use_kernel_mapping({NAME: {other: repository}}, inherit_mapping=False):
+        kernelize(model, mode=Mode.INFERENCE, device=device)
+        model(torch.randn(1, 5, 24, device=device))
+        assert cls.calls == 1
+        with pytest.raises(ValueError, match="device type"):
+            kernelize(model, mode=Mode.INFERENCE, device=device, use_fallback=False)
+
+
+def test_kernel_that_is_not_there_falls_back_on_demand(sdm, device, tmp_path):
+    cls = adopting_class(sdm)
+    model = cls().to(device)
+    mapping = {NAME: {device.type: LocalLayerRepository(tmp_path, layer_name=NAME)}}
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        with pytest.raises(FileNotFoundError, match="Cannot find a build variant"):
+            kernelize(model, mode=Mode.INFERENCE, device=device)
+        kernelize(model, mode=Mode.INFERENCE, device=device, use_fallback=KernelizeFallback.ALL)
+    model(torch.randn(1, 5, 24, device=device))
+    assert cls.calls == 1
+
+
+def test_kernelize_twice_and_another_mode(sdm, device):
+    cls = adopting_class(sdm)
+    model = cls().to(device)
+    x = torch.randn(1, 5, 24, device=device, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x)[0].sum(), x)
+    with use_kernel_mapping(mapping_of(sdm, device), inherit_mapping=False):
+        for mode in (Mode.INFERENCE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE):
+            kernelize(model, mode=mode, device=device, use_fallback=False)
+            (got,) = torch.autograd.grad(model(x)[0].sum(), x)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert cls.calls == 1
 
 
 def test_without_a_mapping_the_own_forward_stays(sdm, device):
