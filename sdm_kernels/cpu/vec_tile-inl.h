@@ -20,6 +20,38 @@ namespace SDM_ISA {
 constexpr int64_t kTile = 16;
 
 // ---------------------------------------------------------------------------------------------
+// Sums
+
+// out[i] = sum(x[i]) for four vectors, the same bits.
+template <typename Acc>
+SDM_INLINE void sum4(const Vec<Acc>* x, Acc* out) {
+  SDM_UNROLL_TILE
+  for (int i = 0; i < 4; ++i) {
+    out[i] = sum(x[i]);
+  }
+}
+
+#if SDM_ISA_IS_AVX512
+
+SDM_INLINE void sum4(const Vec<float>* x, float* out) {
+  const __m512 ab = _mm512_add_ps(
+      _mm512_shuffle_f32x4(x[0].v, x[1].v, 0x44), _mm512_shuffle_f32x4(x[0].v, x[1].v, 0xee)
+  );
+  const __m512 cd = _mm512_add_ps(
+      _mm512_shuffle_f32x4(x[2].v, x[3].v, 0x44), _mm512_shuffle_f32x4(x[2].v, x[3].v, 0xee)
+  );
+  // one block of four lanes for each vector
+  const __m512 y =
+      _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  const __m512 pairs = _mm512_add_ps(y, _mm512_permute_ps(y, 0x4e));
+  const __m512 all = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+  const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, all)));
+}
+
+#endif
+
+// ---------------------------------------------------------------------------------------------
 // Transpose
 
 template <typename Acc>

@@ -214,26 +214,31 @@ void finish_block(
     return static_cast<const Acc*>(w.d_state(r, block, panel));
   };
   const auto panels = [&](int64_t panel) { return w.panel(h, b, panel); };
-  state_products(w.Kp, w.panels, d_end, panels, s);
-  state_dots(w.Kp, w.panels, static_cast<const Acc*>(record.keys.gamma), d_end, panels, s.crossing);
+  const Acc* gamma = record.keys.gamma;
+  const Acc scale = static_cast<Acc>(w.p.options.scale);
+  state_products(w.Kp, w.panels, gamma, scale, d_end, panels, s);
   Acc* d_q = w.d_keys(r, b);
-  key_gradients(record, w.Kp, place.num_tokens, s, d_q, d_q + kBlock * w.Kp);
-  finish_gates(w.p, place, w.head(r), panels, s, w.sums(r, b), w.sums(r, b) + w.Kp);
+  key_gradients(record, w.Kp, scale, s, d_q, d_q + kBlock * w.Kp);
+  const Acc* gate = record.tokens.gate;
+  finish_gates(w.p, place, w.head(r), gate, panels, s, w.sums(r, b), w.sums(r, b) + w.Kp);
 }
 
 // Sums the value heads' gradients of one block's queries or keys and takes them to the raw rows.
+// The normalised ones are at hand in the record of any head.
 template <typename Acc>
 void finish_keys(
     const BwdWalk<Acc>& w,
     int64_t segment_begin,
     int64_t block,
-    int64_t which,  // 0: q, 1: k
-    Acc* raw
+    int64_t which  // 0: q, 1: k
 ) {
   const KdaDims& dims = w.p.dims;
   const BlockPlace place = w.grid.place(block);
   const int64_t b = block - segment_begin;
-  const KdaView& view = which == 0 ? w.p.tokens.q : w.p.tokens.k;
+  const BlockTokens<Acc> tokens = w.block(0, b).tokens;
+  const Acc* normalised = which == 0 ? tokens.q : tokens.k;
+  const Acc* factors = which == 0 ? tokens.q_factor : tokens.k_factor;
+  const DType dtype = which == 0 ? w.p.tokens.q.dtype : w.p.tokens.k.dtype;
   void* out = which == 0 ? w.p.d_q : w.p.d_k;
   for (int64_t i = 0; i < place.num_tokens; ++i) {
     const int64_t at = (which * kBlock + i) * w.Kp;
@@ -244,16 +249,11 @@ void finish_keys(
         store(row + c, add(load(row + c), load(other + c)));
       }
     }
-    if (which == 0) {
-      scale_row(row, static_cast<Acc>(w.p.options.scale), w.Kp);
-    }
-    const int64_t token = place.token + i;
     if (w.p.options.l2norm) {
-      load_key_row(view, place.batch, token, w.key_head, dims.K, w.Kp, raw);
-      norm_gradient(raw, row, w.Kp);
+      norm_gradient(normalised + i * w.Kp, factors[i], row, w.Kp);
     }
-    const int64_t index = (place.batch * dims.T + token) * dims.H + w.key_head;
-    store_row(row, view.dtype, index * dims.K, dims.K, out);
+    const int64_t index = (place.batch * dims.T + place.token + i) * dims.H + w.key_head;
+    store_row(row, dtype, index * dims.K, dims.K, out);
   }
 }
 
@@ -307,9 +307,9 @@ void backward_segment(
       });
     }
   }
-  cpu::for_each_item(parallel, 2 * blocks + w.all, [&](int64_t worker, int64_t item) {
+  cpu::for_each_item(parallel, 2 * blocks + w.all, [&](int64_t, int64_t item) {
     if (item < 2 * blocks) {
-      finish_keys(w, begin, begin + item / 2, item % 2, w.scratch[worker].block.raw);
+      finish_keys(w, begin, begin + item / 2, item % 2);
     } else {
       add_sums(w, item - 2 * blocks, blocks);
     }

@@ -25,7 +25,7 @@ struct BwdBlock {
 
 template <typename Acc>
 SDM_INLINE int64_t bwd_block_elements(int64_t Kp) {
-  return keys_elements<Acc>(Kp) + 5 * kBlock * Kp;
+  return keys_elements<Acc>(Kp) + 6 * kBlock * Kp + 2 * kBlock;
 }
 
 template <typename Acc>
@@ -35,9 +35,12 @@ SDM_INLINE BwdBlock<Acc> bwd_block_at(Acc* memory, int64_t Kp) {
   b.tokens.q = memory + keys_elements<Acc>(Kp);
   b.tokens.k = b.tokens.q + kBlock * Kp;
   b.tokens.decay = b.tokens.k + kBlock * Kp;
+  b.tokens.gate = b.tokens.decay + kBlock * Kp;
   b.tokens.gamma = b.keys.gamma;
   b.tokens.beta = b.keys.beta;
-  b.from_start = b.tokens.decay + kBlock * Kp;
+  b.from_start = b.tokens.gate + kBlock * Kp;
+  b.tokens.q_factor = b.from_start + 2 * kBlock * Kp;
+  b.tokens.k_factor = b.tokens.q_factor + kBlock;
   return b;
 }
 
@@ -74,9 +77,10 @@ void prepare_backward(
 ) {
   const int64_t Kp = round_up(p.dims.K, kTile);
   load_tokens(p.dims, p.options, p.tokens, place, head, kBlock, b.tokens);
-  block_scores(b.tokens, Kp, place.num_tokens, b.keys.neg_kk, b.keys.qk, y);
+  const Acc scale = static_cast<Acc>(p.options.scale);
+  block_scores(b.tokens, Kp, scale, place.num_tokens, b.keys.neg_kk, b.keys.qk, y);
   Acc* kd = b.from_start + kBlock * Kp;
-  decay_from_start(b.tokens, Kp, kd, b.from_start);
+  decay_from_start(b.tokens, Kp, scale, kd, b.from_start);
   decay_to_end(b.tokens, Kp, b.keys.kr);
   transpose_rows(kd, Kp, Kp, b.keys.first_t, 2 * kBlock);
   transpose_rows(b.keys.kr, Kp, Kp, b.keys.first_t + kBlock, 2 * kBlock);
@@ -141,14 +145,6 @@ SDM_INLINE void solve_block_transposed(
   }
 }
 
-// out[i] = x[i] . y[i] over the panel.
-template <typename Acc>
-SDM_INLINE void panel_dots(const Acc* x, const Acc* y, Acc* out) {
-  for (int64_t i = 0; i < kBlock; ++i) {
-    out[i] = dot_rows(x + i * kPanel<Acc>, y + i * kPanel<Acc>, int64_t{kPanel<Acc>});
-  }
-}
-
 // Working memory of a thread in the scans.
 template <typename Acc>
 struct BwdScanScratch {
@@ -206,7 +202,7 @@ void reverse_block(
       s.d_u
   );
   solve_block_transposed(b.keys.neg_kk, b.keys.beta, s.d_u, s.d_v, x.d_rows + kBlock * kPanel<Acc>);
-  panel_dots(s.d_u, x.r, x.d_beta);
+  panel_dots(s.d_u, x.r, kBlock, x.d_beta);
   const int64_t width = panel_width<Acc>(panel, dims.V);
   for (int64_t i = 0; i < place.num_tokens; ++i) {
     const int64_t token = (place.batch * dims.T + place.token + i) * dims.HV + head;

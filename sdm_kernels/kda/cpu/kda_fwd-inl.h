@@ -98,8 +98,9 @@ void prepare_forward(
   tokens.gamma = keys.gamma;
   tokens.beta = keys.beta;
   load_tokens(call.dims, call.options, call.tokens, place, head, kBlock, tokens);
-  block_scores(tokens, Kp, place.num_tokens, keys.neg_kk, keys.qk, s.y);
-  decay_from_start(tokens, Kp, s.kd, s.qd);
+  const Acc scale = static_cast<Acc>(call.options.scale);
+  block_scores(tokens, Kp, scale, place.num_tokens, keys.neg_kk, keys.qk, s.y);
+  decay_from_start(tokens, Kp, scale, s.kd, s.qd);
   decay_to_end(tokens, Kp, keys.kr);
   transpose_rows(s.kd, Kp, Kp, keys.first_t, 2 * kBlock);
   transpose_rows(s.qd, Kp, Kp, keys.first_t + kBlock, 2 * kBlock);

@@ -43,41 +43,44 @@ Gate<Acc> gate_of_head(
   return gate;
 }
 
-// Raw gate plus bias, a vector at channel c.
+// The row x of raw gates becomes the log-decay; kept: the raw gate plus bias, null where nobody
+// needs it.
 template <typename Acc>
-SDM_INLINE Vec<Acc> gate_input(const Gate<Acc>& gate, const Acc* raw, int64_t c, int64_t K) {
-  const Vec<Acc> x = load(raw + c);
-  return gate.bias != nullptr ? add(x, load_n(gate.bias + c, K - c)) : x;
-}
-
-// Log-decay of the raw gate in x, in place.
-template <typename Acc>
-SDM_INLINE void activate_gate(const Gate<Acc>& gate, int64_t K, Acc* x) {
+SDM_INLINE void activate_gate(const Gate<Acc>& gate, int64_t K, Acc* x, Acc* kept) {
+  if (gate.kind == KdaGate::kActivated) {
+    return;
+  }
+  for (int64_t c = 0; c < K && gate.bias != nullptr; c += kLanes<Acc>) {
+    store(x + c, add(load(x + c), load_n(gate.bias + c, K - c)));
+  }
+  for (int64_t c = 0; c < K && kept != nullptr; c += kLanes<Acc>) {
+    store(kept + c, load(x + c));
+  }
   if (gate.kind == KdaGate::kSoftplus) {
     const Vec<Acc> minus = set1(-gate.factor);
     for (int64_t c = 0; c < K; c += kLanes<Acc>) {
-      store(x + c, mul(minus, softplus(gate_input(gate, x, c, K))));
+      store(x + c, mul(minus, softplus(load(x + c))));
     }
   } else if (gate.kind == KdaGate::kLowerBound) {
     const Vec<Acc> factor = set1(gate.factor);
     const Vec<Acc> bound = set1(gate.lower_bound);
     for (int64_t c = 0; c < K; c += kLanes<Acc>) {
-      store(x + c, mul(bound, sigmoid(mul(factor, gate_input(gate, x, c, K)))));
+      store(x + c, mul(bound, sigmoid(mul(factor, load(x + c)))));
     }
   }
 }
 
 // From the gradient of the log-decay in d_g to that of the raw gate, in place; d_A += the gradient
-// of A_log by channel. raw has the raw gate.
+// of A_log by channel. kept has the raw gate plus bias.
 template <typename Acc>
 SDM_INLINE void gate_gradient(
-    const Gate<Acc>& gate, int64_t K, const Acc* raw, Acc* d_g, Acc* d_A
+    const Gate<Acc>& gate, int64_t K, const Acc* kept, Acc* d_g, Acc* d_A
 ) {
   if (gate.kind == KdaGate::kSoftplus) {
     const Vec<Acc> minus = set1(-gate.factor);
     const Vec<Acc> one = set1(Acc(1));
     for (int64_t c = 0; c < K; c += kLanes<Acc>) {
-      const Vec<Acc> z = gate_input(gate, raw, c, K);
+      const Vec<Acc> z = load(kept + c);
       const Vec<Acc> scaled = mul(minus, load(d_g + c));
       const Vec<Acc> slope = select_greater(z, set1(Acc(20)), one, sigmoid(z));
       store(d_A + c, fma(softplus(z), scaled, load(d_A + c)));
@@ -87,7 +90,7 @@ SDM_INLINE void gate_gradient(
     const Vec<Acc> factor = set1(gate.factor);
     const Vec<Acc> bound = set1(gate.factor * gate.lower_bound);
     for (int64_t c = 0; c < K; c += kLanes<Acc>) {
-      const Vec<Acc> z = gate_input(gate, raw, c, K);
+      const Vec<Acc> z = load(kept + c);
       const Vec<Acc> d_z = mul(mul(bound, sigmoid_slope(mul(factor, z))), load(d_g + c));
       store(d_A + c, fma(d_z, z, load(d_A + c)));
       store(d_g + c, d_z);
@@ -168,12 +171,10 @@ SDM_INLINE void scale_row(Acc* x, Acc factor, int64_t n) {
   }
 }
 
-// From the gradient of the normalised row to that of the raw row x, in place; x gets normalised.
-// Exact with the epsilon.
+// From the gradient of the normalised row x to that of the raw row, in place; inverse is the factor
+// of the norm. Exact with the epsilon.
 template <typename Acc>
-SDM_INLINE void norm_gradient(Acc* x, Acc* d_x, int64_t n) {
-  const Acc inverse = inverse_norm(x, n);
-  scale_row(x, inverse, n);
+SDM_INLINE void norm_gradient(const Acc* x, Acc inverse, Acc* d_x, int64_t n) {
   const Vec<Acc> along = set1(-dot_rows(x, d_x, n));
   const Vec<Acc> factor = set1(inverse);
   for (int64_t c = 0; c < n; c += kLanes<Acc>) {

@@ -104,6 +104,23 @@ SDM_INLINE void update_state(
   );
 }
 
+// out[i] = x[i] . y[i] for rows of a panel, four at a time.
+template <typename Acc>
+SDM_INLINE void panel_dots(const Acc* x, const Acc* y, int64_t rows, Acc* out) {
+  constexpr int64_t lanes = kLanes<Acc>;
+  constexpr int64_t ld = kPanel<Acc>;
+  for (int64_t i = 0; i < rows; i += 4) {
+    Vec<Acc> dots[4];
+    SDM_UNROLL_TILE
+    for (int64_t j = 0; j < 4; ++j) {
+      const Acc* a = x + (i + j) * ld;
+      const Acc* b = y + (i + j) * ld;
+      dots[j] = fma(load(a + lanes), load(b + lanes), mul(load(a), load(b)));
+    }
+    sum4(dots, out + i);
+  }
+}
+
 // x[i] = v[i] - x[i].
 template <typename Acc>
 SDM_INLINE void subtract_from(const Acc* v, Acc* x) {

@@ -36,7 +36,14 @@ constexpr int kChains = 4;
 // One token on one panel: v becomes the output.
 template <typename Acc>
 SDM_INLINE void step_token(
-    int64_t Kp, const Acc* q, const Acc* k, const Acc* decay, Acc beta, Acc* state, Acc* v
+    int64_t Kp,
+    const Acc* q,
+    const Acc* k,
+    const Acc* decay,
+    Acc beta,
+    Acc scale,
+    Acc* state,
+    Acc* v
 ) {
   constexpr int64_t lanes = kLanes<Acc>;
   constexpr int64_t ld = kPanel<Acc>;
@@ -79,8 +86,9 @@ SDM_INLINE void step_token(
       b[j] = fma(query, y, b[j]);
     }
   }
-  store(v, add(add(a[0], a[1]), add(a[2], a[3])));
-  store(v + lanes, add(add(b[0], b[1]), add(b[2], b[3])));
+  const Vec<Acc> q_scale = set1(scale);
+  store(v, mul(q_scale, add(add(a[0], a[1]), add(a[2], a[3]))));
+  store(v + lanes, mul(q_scale, add(add(b[0], b[1]), add(b[2], b[3]))));
 }
 
 // Panels [begin, end) of one sequence and head.
@@ -127,6 +135,7 @@ void step_panels(
               s.tokens.k + i * Kp,
               s.tokens.decay + i * Kp,
               s.tokens.beta[i],
+              static_cast<Acc>(p.options.scale),
               state,
               row
           );

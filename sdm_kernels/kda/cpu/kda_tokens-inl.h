@@ -59,11 +59,14 @@ SDM_INLINE BlockGrid make_grid(const KdaSequence& sequence, int64_t C) {
 // Rows beyond the block's tokens are neutral: nothing read, nothing written, no decay.
 template <typename Acc>
 struct BlockTokens {
-  Acc* q;      // [kBlock, Kp], normalised and scaled
-  Acc* k;      // [kBlock, Kp], normalised
-  Acc* decay;  // [kBlock, Kp], exp(g)
-  Acc* gamma;  // [Kp], decay of the whole block
-  Acc* beta;   // [kBlock]
+  Acc* q;         // [kBlock, Kp], normalised
+  Acc* k;         // [kBlock, Kp], normalised
+  Acc* decay;     // [kBlock, Kp], exp(g)
+  Acc* gate;      // [kBlock, Kp], raw gate plus bias; null: not wanted
+  Acc* q_factor;  // [kBlock], of the norm
+  Acc* k_factor;  // [kBlock]
+  Acc* beta;      // [kBlock]
+  Acc* gamma;     // [Kp], decay of the whole block
 };
 
 template <typename Acc>
@@ -72,8 +75,11 @@ BlockTokens<Acc> carve_tokens(cpu::Carver* carver, int64_t Kp) {
   t.q = carver->take<Acc>(kBlock * Kp);
   t.k = carver->take<Acc>(kBlock * Kp);
   t.decay = carver->take<Acc>(kBlock * Kp);
-  t.gamma = carver->take<Acc>(Kp);
+  t.gate = nullptr;
+  t.q_factor = carver->take<Acc>(kBlock);
+  t.k_factor = carver->take<Acc>(kBlock);
   t.beta = carver->take<Acc>(kBlock);
+  t.gamma = carver->take<Acc>(Kp);
   return t;
 }
 
@@ -103,7 +109,6 @@ void load_tokens(
   const int64_t Kp = round_up(K, kTile);
   const int64_t key_head = head / (dims.HV / dims.H);
   const Gate<Acc> gate = gate_of_head<Acc>(options, tokens, dims, head);
-  const Acc scale = static_cast<Acc>(options.scale);
   zero_rows(t.gamma, Kp);
   for (int64_t i = 0; i < place.num_tokens; ++i) {
     const int64_t token = place.token + i;
@@ -114,11 +119,12 @@ void load_tokens(
     load_key_row(tokens.k, place.batch, token, key_head, K, Kp, k);
     load_key_row(tokens.g, place.batch, token, head, K, Kp, decay);
     if (options.l2norm) {
-      scale_row(q, inverse_norm(q, Kp), Kp);
-      scale_row(k, inverse_norm(k, Kp), Kp);
+      t.q_factor[i] = inverse_norm(q, Kp);
+      t.k_factor[i] = inverse_norm(k, Kp);
+      scale_row(q, t.q_factor[i], Kp);
+      scale_row(k, t.k_factor[i], Kp);
     }
-    scale_row(q, scale, Kp);
-    activate_gate(gate, K, decay);
+    activate_gate(gate, K, decay, t.gate != nullptr ? t.gate + i * Kp : nullptr);
     for (int64_t c = 0; c < Kp; c += kLanes<Acc>) {
       const Vec<Acc> g = load(decay + c);
       store(t.gamma + c, add(load(t.gamma + c), g));
@@ -149,7 +155,7 @@ constexpr int kPairColumns = 4;
 // with q.
 template <int kColumns, bool kOwn, typename Acc>
 SDM_INLINE void score_row(
-    const BlockTokens<Acc>& tokens, int64_t Kp, int64_t t, Acc* y, Acc* kk, Acc* qk
+    const BlockTokens<Acc>& tokens, int64_t Kp, Acc scale, int64_t t, Acc* y, Acc* kk, Acc* qk
 ) {
   Vec<Acc> dot_k[kPairColumns], dot_q[kPairColumns];
   SDM_UNROLL_TILE
@@ -175,21 +181,30 @@ SDM_INLINE void score_row(
       dot_q[kColumns] = fma(q, k, dot_q[kColumns]);
     }
   }
+  Acc k_sums[kPairColumns], q_sums[kPairColumns];
+  sum4(dot_k, k_sums);
+  sum4(dot_q, q_sums);
   SDM_UNROLL_TILE
   for (int j = 0; j < kColumns; ++j) {
-    kk[j] = -sum(dot_k[j]);
-    qk[j] = sum(dot_q[j]);
+    kk[j] = -k_sums[j];
+    qk[j] = scale * q_sums[j];
   }
   if constexpr (kOwn) {
-    qk[kColumns] = sum(dot_q[kColumns]);
+    qk[kColumns] = scale * q_sums[kColumns];
   }
 }
 
-// neg_kk[i, j] = -k_i . k_j decayed from j to i for j < i, qk[i, j] = q_i . k_j for j <= i, zero
-// elsewhere; both [kBlock, kBlock]. y: [kPairColumns, Kp] to work in.
+// neg_kk[i, j] = -k_i . k_j decayed from j to i for j < i, qk[i, j] = scale q_i . k_j for j <= i,
+// zero elsewhere; both [kBlock, kBlock]. y: [kPairColumns, Kp] to work in.
 template <typename Acc>
 void block_scores(
-    const BlockTokens<Acc>& tokens, int64_t Kp, int64_t num_tokens, Acc* neg_kk, Acc* qk, Acc* y
+    const BlockTokens<Acc>& tokens,
+    int64_t Kp,
+    Acc scale,
+    int64_t num_tokens,
+    Acc* neg_kk,
+    Acc* qk,
+    Acc* y
 ) {
   zero_rows(neg_kk, kBlock * kBlock);
   zero_rows(qk, kBlock * kBlock);
@@ -199,19 +214,19 @@ void block_scores(
       Acc* qk_row = qk + t * kBlock + j;
       switch (t - j) {
         case 0:
-          score_row<0, true>(tokens, Kp, t, y, kk_row, qk_row);
+          score_row<0, true>(tokens, Kp, scale, t, y, kk_row, qk_row);
           break;
         case 1:
-          score_row<1, true>(tokens, Kp, t, y, kk_row, qk_row);
+          score_row<1, true>(tokens, Kp, scale, t, y, kk_row, qk_row);
           break;
         case 2:
-          score_row<2, true>(tokens, Kp, t, y, kk_row, qk_row);
+          score_row<2, true>(tokens, Kp, scale, t, y, kk_row, qk_row);
           break;
         case 3:
-          score_row<3, true>(tokens, Kp, t, y, kk_row, qk_row);
+          score_row<3, true>(tokens, Kp, scale, t, y, kk_row, qk_row);
           break;
         default:
-          score_row<4, false>(tokens, Kp, t, y, kk_row, qk_row);
+          score_row<4, false>(tokens, Kp, scale, t, y, kk_row, qk_row);
       }
     }
   }
@@ -220,16 +235,18 @@ void block_scores(
 // ---------------------------------------------------------------------------------------------
 // Decays to the ends of the block
 
-// x_out[i] = x[i] * decay from the block's start to token i, for x = k and q.
+// x_out[i] = x[i] * decay from the block's start to token i, for x = k and scale q.
 template <typename Acc>
-SDM_INLINE void decay_from_start(const BlockTokens<Acc>& t, int64_t Kp, Acc* k_out, Acc* q_out) {
+SDM_INLINE void decay_from_start(
+    const BlockTokens<Acc>& t, int64_t Kp, Acc scale, Acc* k_out, Acc* q_out
+) {
   for (int64_t c = 0; c < Kp; c += kLanes<Acc>) {
     Vec<Acc> decay = set1(Acc(1));
     for (int64_t i = 0; i < kBlock; ++i) {
       const int64_t at = i * Kp + c;
       decay = mul(decay, load(t.decay + at));
       store(k_out + at, mul(load(t.k + at), decay));
-      store(q_out + at, mul(load(t.q + at), decay));
+      store(q_out + at, mul(load(t.q + at), mul(set1(scale), decay)));
     }
   }
 }
