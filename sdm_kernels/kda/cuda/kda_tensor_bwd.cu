@@ -116,30 +116,28 @@ KdaWindowPlan window_plan(const KdaCudaBwdParams& params) {
   return kda_window_plan(params.base.dims, is_packed(params), kWindowRecords);
 }
 
-cudaError_t run_window(
+KdaBwdWindow window_params(
+    const KdaCudaBwdParams& params, const BwdMemory& memory, const KdaWindow& window
+) {
+  const KdaBwdParams& base = params.base;
+  return {
+      base.dims,
+      base.options,
+      base.tokens,
+      params.cu_seqlens,
+      window,
+      {memory.records, record_bytes(base.dims)},
+      memory.bwd_records
+  };
+}
+
+KdaBwdTokenParams token_params(
     const KdaCudaBwdParams& params,
     const BwdMemory& memory,
     const KdaChunkStates& states,
-    const KdaWindow& window,
-    cudaStream_t stream
+    const KdaBwdWindow& common
 ) {
   const KdaBwdParams& base = params.base;
-  const KdaRecords records{memory.records, record_bytes(base.dims)};
-  const KdaBwdWindow common{
-      base.dims, base.options, base.tokens, params.cu_seqlens, window, records, memory.bwd_records
-  };
-  cudaError_t error = launch_kda_tensor_prep(
-      {base.dims, base.options, base.tokens, params.cu_seqlens, window, records, false}, stream
-  );
-  if (error != cudaSuccess) {
-    return error;
-  }
-  error = launch_kda_tensor_bwd_scan(
-      {common, base.d_out, base.d_final, base.d_initial, {memory.carry[0], memory.carry[1]}}, stream
-  );
-  if (error != cudaSuccess) {
-    return error;
-  }
   KdaBwdTokenParams tokens{};
   tokens.common = common;
   tokens.d_out = base.d_out;
@@ -155,6 +153,32 @@ cudaError_t run_window(
   tokens.aligned_out =
       base.d_out.dtype != DType::kF32 && cuda::aligned_rows(base.d_out, base.d_out.stride[3]);
   tokens.aligned_qk = cuda::aligned_rows(base.tokens.q, 1) && cuda::aligned_rows(base.tokens.k, 1);
+  return tokens;
+}
+
+cudaError_t run_window(
+    const KdaCudaBwdParams& params,
+    const BwdMemory& memory,
+    const KdaChunkStates& states,
+    const KdaWindow& window,
+    cudaStream_t stream
+) {
+  const KdaBwdParams& base = params.base;
+  const KdaBwdWindow common = window_params(params, memory, window);
+  cudaError_t error = launch_kda_tensor_prep(
+      {base.dims, base.options, base.tokens, params.cu_seqlens, window, common.records, false},
+      stream
+  );
+  if (error != cudaSuccess) {
+    return error;
+  }
+  error = launch_kda_tensor_bwd_scan(
+      {common, base.d_out, base.d_final, base.d_initial, {memory.carry[0], memory.carry[1]}}, stream
+  );
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const KdaBwdTokenParams tokens = token_params(params, memory, states, common);
   error = launch_kda_tensor_bwd_tokens(tokens, stream);
   if (error != cudaSuccess || memory.group_grads == nullptr) {
     return error;
@@ -188,6 +212,14 @@ cudaError_t launch_kda_tensor_bwd(
     // rows without a chunk
     const cudaError_t error =
         cudaMemsetAsync(memory.gate_sums, 0, static_cast<size_t>(memory.gate_bytes), stream);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  if (plan.packed) {
+    const cudaError_t error = launch_kda_tensor_bwd_clear(
+        token_params(params, memory, states, window_params(params, memory, {})), stream
+    );
     if (error != cudaSuccess) {
       return error;
     }

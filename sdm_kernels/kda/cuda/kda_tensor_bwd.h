@@ -70,6 +70,10 @@ struct KdaBwdSumParams {
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_groups(
     const KdaBwdTokenParams& p, cudaStream_t stream
 );
+// Zero gradients for the tokens that no packed sequence covers.
+[[nodiscard]] cudaError_t launch_kda_tensor_bwd_clear(
+    const KdaBwdTokenParams& p, cudaStream_t stream
+);
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_sums(const KdaBwdSumParams& p, cudaStream_t stream);
 
 }  // namespace sdm::kda

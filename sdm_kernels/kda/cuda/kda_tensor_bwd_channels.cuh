@@ -123,7 +123,7 @@ struct TokenChannels {
     load_column(out, view, b.element(view, block * kBlockRows, head) + channel, live);
   }
 
-  __device__ const __forceinline__ float* norms(int offset) const {
+  const __device__ __forceinline__ float* norms(int offset) const {
     return reinterpret_cast<const float*>(b.record() + offset) + block * kBlockRows;
   }
 

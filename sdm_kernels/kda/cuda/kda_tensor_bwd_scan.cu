@@ -111,7 +111,7 @@ struct Scan {
     return (span.slot + chunk - span.first) * p.common.dims.HV + hv;
   }
 
-  __device__ const __forceinline__ char* record(int64_t chunk) const {
+  const __device__ __forceinline__ char* record(int64_t chunk) const {
     return p.common.records.data + entry(chunk) * p.common.records.stride;
   }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Gradients of the tokens of Kimi delta attention from the states and what the reverse scan
-//! left; the sums over the heads of a group, and those over all tokens.
+//! left.
 
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_channels.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_launch.cuh"
@@ -63,100 +63,6 @@ __global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
   finish_tokens<kK, kV, kType>(b);
 }
 
-// Grid: slots x H; a warp takes a row at a time.
-template <int kK, DType kType>
-__global__ void __launch_bounds__(256) kda_bwd_group_kernel(
-    const __grid_constant__ KdaBwdTokenParams p
-) {
-  constexpr int kCount = kK / 32;
-  const KdaDims& dims = p.common.dims;
-  const KdaTokens& tokens = p.common.tokens;
-  const int64_t slot = blockIdx.x / dims.H, h = blockIdx.x % dims.H;
-  const KdaSpan span = kda_chunk_of_slot(p.common.cu_seqlens, p.common.window, slot, dims);
-  if (!span.valid) {
-    return;
-  }
-  const int64_t group = dims.HV / dims.H;
-  const int64_t entry = slot * dims.HV + h * group;
-  const char* record = p.common.records.data + entry * p.common.records.stride;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  for (int row = static_cast<int>(threadIdx.x / 32); row < kChunkRows; row += 8) {
-    const int64_t position = span.first * kChunkRows + row;
-    if (position >= span.sequence.length) {
-      return;
-    }
-    const int64_t token = span.sequence.begin + position;
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      float sum[kCount] = {}, raw[kCount];
-      for (int64_t i = 0; i < group; ++i) {
-        const float* from =
-            p.group_grads + (((entry + i) * 2 + which) * kChunkRows + row) * kK + lane * kCount;
-#pragma unroll
-        for (int c = 0; c < kCount; ++c) {
-          sum[c] += from[c];
-        }
-      }
-      const KdaView& view = which == 0 ? tokens.q : tokens.k;
-      const int64_t at = element_of(view, span.sequence.batch, token, h) + lane * kCount;
-      load_floats<kType, kCount>(raw, view.data, at, p.aligned_qk);
-      const float* norms = reinterpret_cast<const float*>(
-          record + (which == 0 ? KdaRecord<kK>::kQueryNorm : KdaRecord<kK>::kKeyNorm)
-      );
-      store_row<kType, kCount>(
-          which == 0 ? p.d_q : p.d_k,
-          ((span.sequence.batch * dims.T + token) * dims.H + h) * kK + lane * kCount,
-          sum,
-          raw,
-          norms[row],
-          p.common.options.l2norm
-      );
-    }
-  }
-}
-
-constexpr int kSumThreads = 512;
-
-// Grid: HV. Rows go round robin to the threads of a channel, whose sums are added in order.
-__global__ void __launch_bounds__(kSumThreads) kda_bwd_sum_kernel(
-    const __grid_constant__ KdaBwdSumParams p
-) {
-  extern __shared__ __align__(128) char kda_shared[];
-  float* bias = reinterpret_cast<float*>(kda_shared);
-  float* rate = bias + kSumThreads;
-  const int64_t hv = blockIdx.x;
-  const int K = static_cast<int>(p.K), tid = static_cast<int>(threadIdx.x);
-  const int c = tid % K, first = tid / K, step = kSumThreads / K;
-  float bias_sum = 0.0f, rate_sum = 0.0f;
-  for (int64_t row = first; row < p.rows; row += step) {
-    const float* from = p.gate_sums + (row * p.HV + hv) * 2 * K + c;
-    bias_sum += from[0];
-    rate_sum += from[K];
-  }
-  bias[tid] = bias_sum;
-  rate[tid] = rate_sum;
-  __syncthreads();
-  if (first == 0) {
-    for (int i = 1; i < step; ++i) {
-      bias_sum += bias[i * K + c];
-      rate_sum += rate[i * K + c];
-    }
-    if (p.d_dt_bias != nullptr) {
-      p.d_dt_bias[hv * K + c] = bias_sum;
-    }
-    rate[tid] = rate_sum;
-  }
-  for (int half = K / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (tid < half) {
-      rate[tid] += rate[tid + half];
-    }
-  }
-  if (tid == 0 && p.d_A_log != nullptr) {
-    p.d_A_log[hv] = p.has_rate ? rate[0] : 0.0f;
-  }
-}
-
 template <int kK, int kV, DType kType>
 cudaError_t launch_tokens(const KdaBwdTokenParams& p, cudaStream_t stream) {
   return launch_kernel(
@@ -180,13 +86,6 @@ cudaError_t launch_tokens_of_size(const KdaBwdTokenParams& p, cudaStream_t strea
                        : launch_tokens<64, 64, kType>(p, stream);
 }
 
-template <int kK, DType kType>
-cudaError_t launch_groups(const KdaBwdTokenParams& p, cudaStream_t stream) {
-  return launch_kernel(
-      &kda_bwd_group_kernel<kK, kType>, p, p.common.window.slots() * p.common.dims.H, 256, 0, stream
-  );
-}
-
 }  // namespace
 }  // namespace cuda
 
@@ -194,22 +93,6 @@ cudaError_t launch_kda_tensor_bwd_tokens(const KdaBwdTokenParams& p, cudaStream_
   return p.common.tokens.q.dtype == DType::kBf16
              ? cuda::launch_tokens_of_size<DType::kBf16>(p, stream)
              : cuda::launch_tokens_of_size<DType::kF16>(p, stream);
-}
-
-cudaError_t launch_kda_tensor_bwd_groups(const KdaBwdTokenParams& p, cudaStream_t stream) {
-  const bool wide = p.common.dims.K == 128;
-  if (p.common.tokens.q.dtype == DType::kBf16) {
-    return wide ? cuda::launch_groups<128, DType::kBf16>(p, stream)
-                : cuda::launch_groups<64, DType::kBf16>(p, stream);
-  }
-  return wide ? cuda::launch_groups<128, DType::kF16>(p, stream)
-              : cuda::launch_groups<64, DType::kF16>(p, stream);
-}
-
-cudaError_t launch_kda_tensor_bwd_sums(const KdaBwdSumParams& p, cudaStream_t stream) {
-  return launch_kernel(
-      &cuda::kda_bwd_sum_kernel, p, p.HV, cuda::kSumThreads, 2 * cuda::kSumThreads * 4, stream
-  );
 }
 
 }  // namespace sdm::kda

@@ -86,11 +86,11 @@ struct TokenBlock {
     return reinterpret_cast<T*>(memory + offset);
   }
 
-  __device__ const __forceinline__ char* record() const {
+  const __device__ __forceinline__ char* record() const {
     return p.common.records.data + entry * p.common.records.stride;
   }
 
-  __device__ const __forceinline__ char* grads() const {
+  const __device__ __forceinline__ char* grads() const {
     return p.common.bwd_records + entry * Grads::kBytes;
   }
 

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Times of the tensor-core backward of Kimi delta attention, as a whole and by stage.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "sdm_kernels/kda/cuda/kda_paths.h"
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd.h"
+#include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
+#include "tests/cpp/kda_device.h"
+
+namespace sdm::test {
+
+// `count` random bfloat16 numbers, the same 4 M again and again.
+inline void fill(const DeviceBytes& to, int64_t count, double mean, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<Bf16> block(static_cast<size_t>(std::min<int64_t>(count, int64_t{1} << 22)));
+  for (Bf16& x : block) {
+    x = from_f32<Bf16>(static_cast<float>(mean) + normal(random));
+  }
+  const int64_t step = static_cast<int64_t>(block.size());
+  for (int64_t i = 0; i < count; i += step) {
+    check(
+        cudaMemcpy(
+            static_cast<Bf16*>(to.data()) + i,
+            block.data(),
+            static_cast<size_t>(std::min(step, count - i)) * sizeof(Bf16),
+            cudaMemcpyHostToDevice
+        ),
+        "copy in"
+    );
+  }
+}
+
+class Stopwatch {
+ public:
+  Stopwatch() {
+    check(cudaEventCreate(&begin_), "event");
+    check(cudaEventCreate(&end_), "event");
+  }
+
+  ~Stopwatch() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
+
+  template <typename F>
+  float operator()(F&& f) {
+    check(cudaEventRecord(begin_), "event");
+    check(f(), "launch");
+    check(cudaEventRecord(end_), "event");
+    check(cudaEventSynchronize(end_), "event");
+    float time;
+    check(cudaEventElapsedTime(&time, begin_, end_), "event");
+    return time;
+  }
+
+ private:
+  cudaEvent_t begin_, end_;
+};
+
+inline float median(std::vector<float> times) {
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+// Medians at K = V = 128, bfloat16, everything raw. With `saved` the states are there.
+inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
+  constexpr int64_t kK = 128, kV = 128;
+  const int64_t rows = B * T * heads, elements = rows * kK;
+  const DeviceBytes q(elements * 2), k(elements * 2), v(elements * 2), g(elements * 2);
+  const DeviceBytes beta(rows * 2), d_out(elements * 2), A_log(heads * 4), dt_bias(heads * kK * 4);
+  fill(q, elements, 0, 1);
+  fill(k, elements, 0, 2);
+  fill(v, elements, 0, 3);
+  fill(g, elements, -1, 4);
+  fill(beta, rows, 0, 5);
+  fill(d_out, elements, 0, 6);
+  check(cudaMemset(A_log.data(), 0, static_cast<size_t>(heads) * 4), "cudaMemset");
+  check(cudaMemset(dt_bias.data(), 0, static_cast<size_t>(heads * kK) * 4), "cudaMemset");
+  const DeviceBytes d_q(elements * 2), d_k(elements * 2), d_v(elements * 2), d_g(elements * 2);
+  const DeviceBytes d_beta(rows * 2), d_A_log(heads * 4), d_dt_bias(heads * kK * 4);
+  const kda::KdaDims dims{B, T, heads, heads, kK, kV, B, kda::kTensorChunk};
+  const DeviceBytes states(
+      saved ? (B * T / kda::kTensorChunk + B) * heads * kK * kV * 2 : int64_t{0}
+  );
+  const auto view = [&](const DeviceBytes& on, int64_t columns) {
+    const int64_t row = heads * columns;
+    return kda::KdaView{on.data(), DType::kBf16, {T * row, row, columns, 1}};
+  };
+  kda::KdaCudaBwdParams p{};
+  p.base.dims = dims;
+  p.base.options = {0.088, true, KdaGate::kLowerBound, -5.0, KdaBeta::kSigmoid};
+  p.base.tokens = {
+      view(q, kK),
+      view(k, kK),
+      view(v, kV),
+      view(g, kK),
+      view(beta, 1),
+      static_cast<const float*>(A_log.data()),
+      static_cast<const float*>(dt_bias.data())
+  };
+  p.base.d_out = view(d_out, kV);
+  p.base.chunk_states = {saved ? states.data() : nullptr, DType::kBf16, false};
+  p.base.d_q = d_q.data();
+  p.base.d_k = d_k.data();
+  p.base.d_v = d_v.data();
+  p.base.d_g = d_g.data();
+  p.base.d_beta = d_beta.data();
+  p.base.d_A_log = static_cast<float*>(d_A_log.data());
+  p.base.d_dt_bias = static_cast<float*>(d_dt_bias.data());
+  kda::KdaCudaFwdParams fwd{};
+  fwd.base.dims = dims;
+  fwd.base.options = p.base.options;
+  fwd.base.tokens = p.base.tokens;
+  fwd.base.chunk_states = p.base.chunk_states;
+  fwd.base.out = d_v.data();
+  const size_t bytes = kda::kda_tensor_bwd_workspace(p);
+  const DeviceBytes workspace(
+      static_cast<int64_t>(std::max(bytes, kda::kda_tensor_fwd_workspace(fwd)))
+  );
+  Stopwatch time;
+  std::vector<float> forward, whole, prep, scan, tokens;
+  for (int i = 0; i < 13; ++i) {
+    const float f =
+        time([&] { return kda::launch_kda_tensor_fwd(fwd, workspace.data(), nullptr); });
+    const float w = time([&] { return kda::launch_kda_tensor_bwd(p, workspace.data(), nullptr); });
+    if (i >= 3) {
+      forward.push_back(f);
+      whole.push_back(w);
+    }
+  }
+
+  // The stages alone, on records and sums of their own; the carry between windows is left out.
+  const kda::KdaWindowPlan plan = kda::kda_window_plan(dims, false, 1536);
+  using Record = kda::KdaRecord<kK>;
+  const int64_t entries = plan.max_slots() * heads;
+  const DeviceBytes records(entries * Record::kForwardBytes);
+  const DeviceBytes grads(entries * kda::KdaBwdRecord<kK, kV>::kBytes);
+  const DeviceBytes sums(rows / 64 * 2 * kK * 4 + heads * 2 * kK * 4);
+  const DeviceBytes carry(plan.group * heads * kK * kV * 4);
+  check(
+      cudaMemset(carry.data(), 0, static_cast<size_t>(plan.group * heads * kK * kV) * 4),
+      "cudaMemset"
+  );
+  for (int i = 0; saved && i < 7; ++i) {
+    float sum[3] = {};
+    for (int64_t w = plan.num_windows() - 1; w >= 0; --w) {
+      const kda::KdaBwdWindow common{
+          dims,
+          p.base.options,
+          p.base.tokens,
+          {},
+          plan.window(w),
+          {static_cast<char*>(records.data()), Record::kForwardBytes},
+          static_cast<char*>(grads.data())
+      };
+      float* const state = static_cast<float*>(carry.data());
+      const kda::KdaBwdScanParams scan_params{common, p.base.d_out, {}, {}, {state, state}};
+      kda::KdaBwdTokenParams token_params{};
+      token_params.common = common;
+      token_params.d_out = p.base.d_out;
+      token_params.chunk_states = p.base.chunk_states;
+      token_params.d_q = d_q.data();
+      token_params.d_k = d_k.data();
+      token_params.d_v = d_v.data();
+      token_params.d_g = d_g.data();
+      token_params.d_beta = d_beta.data();
+      token_params.gate_sums = static_cast<float*>(sums.data());
+      token_params.aligned_v = token_params.aligned_out = token_params.aligned_qk = true;
+      sum[0] += time([&] {
+        return kda::launch_kda_tensor_prep(
+            {dims, common.options, common.tokens, {}, common.window, common.records, false}, nullptr
+        );
+      });
+      sum[1] += time([&] { return kda::launch_kda_tensor_bwd_scan(scan_params, nullptr); });
+      sum[2] += time([&] { return kda::launch_kda_tensor_bwd_tokens(token_params, nullptr); });
+    }
+    if (i >= 2) {
+      prep.push_back(sum[0]);
+      scan.push_back(sum[1]);
+      tokens.push_back(sum[2]);
+    }
+  }
+  std::printf(
+      "time B=%lld T=%lld H=%lld %s: forward %.3f backward %.3f ms, workspace %.0f MB",
+      static_cast<long long>(B),
+      static_cast<long long>(T),
+      static_cast<long long>(heads),
+      saved ? "states kept" : "states recomputed",
+      median(forward),
+      median(whole),
+      static_cast<double>(bytes) * 1e-6
+  );
+  if (saved) {
+    std::printf(
+        "; %lld windows: records %.3f scan %.3f tokens %.3f ms",
+        static_cast<long long>(plan.num_windows()),
+        median(prep),
+        median(scan),
+        median(tokens)
+    );
+  }
+  std::printf("\n");
+}
+
+}  // namespace sdm::test

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file The tensor-core backward of Kimi delta attention against the reverse of the token
+//! recurrence in double.
+//!
+//! Standalone: returns 0 when every case agrees. Run with "time" it also times shapes, as a whole
+//! and stage by stage. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90a tests/cpp/test_kda_bwd.cu
+//! sdm_kernels/kda/cuda/kda_tensor_*.cu
+#include "sdm_kernels/kda/cuda/kda_paths.h"
+#include "tests/cpp/kda_bwd_time.h"
+#include "tests/cpp/kda_device.h"
+
+namespace sdm::test {
+namespace {
+
+struct Gradient {
+  std::string name;
+  std::vector<uint8_t> bytes;
+  DType dtype;
+  const std::vector<double>* want;
+};
+
+using Gradients = std::vector<Gradient>;
+
+// All gradients; with c.saved from the chunk states of the forward.
+Gradients run(const KdaDevice& d) {
+  const KdaProblem& p = d.p;
+  const KdaCase& c = p.c;
+  const int64_t tokens = c.B * c.T, size = element_size(c.dtype), states = p.N * c.HV * c.K * c.V;
+  const DType saved_dtype = c.saved == 2 ? DType::kBf16 : DType::kF32;
+  const DeviceBytes saved(
+      c.saved == 0 ? 0 : d.chunk_rows() * c.HV * c.K * c.V * element_size(saved_dtype)
+  );
+  const kda::KdaChunkStates chunk_states{
+      c.saved == 0 ? nullptr : saved.data(), saved_dtype, c.v_first
+  };
+  if (c.saved != 0) {
+    const DeviceBytes out(tokens * c.HV * c.V * size);
+    kda::KdaCudaFwdParams fwd{};
+    fwd.base.dims = d.dims();
+    fwd.base.options = d.options();
+    fwd.base.tokens = d.tokens();
+    fwd.base.initial = d.initial_view();
+    fwd.base.chunk_states = chunk_states;
+    fwd.base.out = out.data();
+    fwd.cu_seqlens = d.cu_seqlens();
+    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_tensor_fwd_workspace(fwd)));
+    check(kda::launch_kda_tensor_fwd(fwd, workspace.data(), nullptr), "launch_kda_tensor_fwd");
+    check(cudaDeviceSynchronize(), "forward");
+  }
+  const int64_t keys = tokens * c.H * c.K;
+  const DeviceBytes d_q(keys * size), d_k(keys * size), d_v(tokens * c.HV * c.V * size);
+  const DeviceBytes d_g(tokens * c.HV * c.K * element_size(c.gate_dtype));
+  const DeviceBytes d_beta(tokens * c.HV * element_size(c.beta_dtype));
+  const DeviceBytes d_A_log(c.HV * 4), d_dt_bias(c.HV * c.K * 4), d_initial(states * 4);
+  kda::KdaCudaBwdParams bwd{};
+  bwd.base.dims = d.dims();
+  bwd.base.options = d.options();
+  bwd.base.tokens = d.tokens();
+  bwd.base.initial = d.initial_view();
+  bwd.base.chunk_states = chunk_states;
+  bwd.base.d_out = d.d_out_view();
+  bwd.base.d_final = state_view(c.d_final ? d.d_final.data() : nullptr, DType::kF32, c);
+  bwd.base.d_q = d_q.data();
+  bwd.base.d_k = d_k.data();
+  bwd.base.d_v = d_v.data();
+  bwd.base.d_g = d_g.data();
+  bwd.base.d_beta = d_beta.data();
+  bwd.base.d_A_log = c.A_log ? static_cast<float*>(d_A_log.data()) : nullptr;
+  bwd.base.d_dt_bias = c.dt_bias ? static_cast<float*>(d_dt_bias.data()) : nullptr;
+  bwd.base.d_initial = state_view(c.initial ? d_initial.data() : nullptr, DType::kF32, c);
+  bwd.cu_seqlens = d.cu_seqlens();
+  {
+    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_tensor_bwd_workspace(bwd)));
+    check(kda::launch_kda_tensor_bwd(bwd, workspace.data(), nullptr), "launch_kda_tensor_bwd");
+    check(cudaDeviceSynchronize(), "backward");
+    workspace.fetch("workspace");
+  }
+  Gradients all;
+  const auto add =
+      [&](const char* name, const DeviceBytes& on, DType dtype, const std::vector<double>& want) {
+        all.push_back({name, on.fetch(name), dtype, &want});
+      };
+  add("q", d_q, c.dtype, p.d_q);
+  add("k", d_k, c.dtype, p.d_k);
+  add("v", d_v, c.dtype, p.d_v);
+  add("g", d_g, c.gate_dtype, p.d_g);
+  add("beta", d_beta, c.beta_dtype, p.d_beta);
+  if (c.A_log) {
+    add("A_log", d_A_log, DType::kF32, p.d_A_log);
+  }
+  if (c.dt_bias) {
+    add("dt_bias", d_dt_bias, DType::kF32, p.d_dt_bias);
+  }
+  if (c.initial) {
+    add("initial", d_initial, DType::kF32, p.d_initial);
+  }
+  return all;
+}
+
+// Relative L2 errors that hold for random inputs. A_log has one number a head, a sum whose terms
+// cancel: of a few heads it may be worse.
+double limit_of(const std::string& name, const KdaCase& c) {
+  if (name == "A_log") {
+    return c.HV < 4 ? 1e-2 : 3.0e-3;
+  }
+  return name == "g" ? 3.6e-3 : (name == "dt_bias" ? 3.0e-3 : 3.4e-3);
+}
+
+// `slack` widens the limits where the problem itself loses digits.
+int test_case(const KdaCase& c, double slack) {
+  KdaProblem p = make_problem(c);
+  solve(&p);
+  const KdaDevice device(p);
+  const Gradients got = run(device), again = run(device);
+  int wrong = 0;
+  std::string line;
+  for (size_t i = 0; i < got.size(); ++i) {
+    std::vector<double> values = to_doubles(got[i].bytes, got[i].dtype);
+    if (got[i].name == "initial" && c.v_first) {
+      values = swap_last(values, c.V, c.K);
+    }
+    const double error = relative_error(values, *got[i].want);
+    const bool good = error <= slack * limit_of(got[i].name, c);
+    const bool same = got[i].bytes == again[i].bytes;
+    wrong += !good + !same;
+    char text[80];
+    std::snprintf(
+        text,
+        sizeof(text),
+        " %s %.1e%s%s",
+        got[i].name.c_str(),
+        error,
+        good ? "" : "!",
+        same ? "" : " (differs)"
+    );
+    line += text;
+  }
+  std::printf("%-4s %s:%s\n", wrong == 0 ? "ok" : "FAIL", c.name, line.c_str());
+  return wrong != 0;
+}
+
+// A packed sequence has the gradients of the same sequence alone, bit for bit.
+int test_packed_bits(const KdaCase& c) {
+  KdaProblem packed = make_problem(c);
+  solve(&packed);
+  const KdaDevice packed_device(packed);
+  const Gradients all = run(packed_device);
+  int wrong = 0;
+  for (int64_t n = 0; n < packed.N; ++n) {
+    const int64_t begin = packed.offsets[static_cast<size_t>(n)];
+    const int64_t length = c.lengths[static_cast<size_t>(n)];
+    KdaProblem alone = packed;
+    alone.N = 1;
+    alone.c.T = length;
+    alone.c.lengths.clear();
+    alone.offsets.clear();
+    for (KdaTensor* t : {&alone.q, &alone.k, &alone.v, &alone.g, &alone.beta, &alone.d_out}) {
+      const int64_t row = t->stride[1] * element_size(t->dtype);
+      t->bytes = {t->bytes.begin() + begin * row, t->bytes.begin() + (begin + length) * row};
+    }
+    const int64_t each = c.HV * c.K * c.V;
+    for (std::vector<double>* x : {&alone.initial, &alone.d_final}) {
+      *x = {x->begin() + n * each, x->begin() + (n + 1) * each};
+    }
+    const KdaDevice device(alone);
+    const Gradients one = run(device);
+    for (size_t i = 0; i < one.size(); ++i) {
+      if (one[i].name == "A_log" || one[i].name == "dt_bias") {
+        continue;  // sums over all sequences
+      }
+      const bool state = one[i].name == "initial";
+      const int64_t size = static_cast<int64_t>(all[i].bytes.size()) / (state ? packed.N : c.T);
+      const int64_t first = (state ? n : begin) * size;
+      wrong += !std::equal(one[i].bytes.begin(), one[i].bytes.end(), all[i].bytes.begin() + first);
+    }
+  }
+  std::printf("%-4s packed as alone\n", wrong == 0 ? "ok" : "FAIL");
+  return wrong != 0;
+}
+
+struct Test {
+  KdaCase c;
+  double slack;
+};
+
+std::vector<Test> all_tests() {
+  std::vector<Test> tests;
+  const auto add = [&](const char* name, auto&& change, double slack = 1.0) {
+    KdaCase c{name};
+    c.T = 130;
+    c.HV = 1;
+    c.K = c.V = 128;
+    c.dtype = c.gate_dtype = c.beta_dtype = c.d_out_dtype = DType::kBf16;
+    c.saved = 2;
+    change(&c);
+    tests.push_back({c, slack});
+  };
+  add("base", [](KdaCase*) {});
+  add("T=512, four heads", [](KdaCase* c) { c->T = 512, c->H = c->HV = 4; });
+  for (const int64_t T : {1, 15, 16, 17, 63, 64, 65}) {
+    add("short", [&](KdaCase* c) { c->T = T; });
+  }
+  add("no tokens", [](KdaCase* c) { c->T = 0; });
+  add("states recomputed", [](KdaCase* c) { c->saved = 0, c->T = 300; });
+  add("K=V=64, float16, float gates", [](KdaCase* c) {
+    c->K = c->V = 64, c->dtype = c->d_out_dtype = DType::kF16;
+    c->gate_dtype = c->beta_dtype = DType::kF32, c->B = 3, c->T = 90;
+  });
+  add("K=64, V=128, V first, 2 -> 6 heads",
+      [](KdaCase* c) { c->K = 64, c->H = 2, c->HV = 6, c->v_first = true, c->T = 100; });
+  add("K=128, V=64, V first, float states, padded rows", [](KdaCase* c) {
+    c->V = 64, c->v_first = true, c->saved = 1, c->pad = 3, c->H = 1, c->HV = 2, c->T = 100;
+  });
+  add("V first, padded rows", [](KdaCase* c) { c->v_first = true, c->pad = 8, c->HV = 2; });
+  add("softplus gate", [](KdaCase* c) {
+    c->gate = KdaGate::kSoftplus, c->gate_mean = -2, c->gate_spread = 3, c->T = 300;
+  });
+  add("softplus gate, +-30",
+      [](KdaCase* c) { c->gate = KdaGate::kSoftplus, c->gate_spread = 30, c->T = 200; });
+  add("bound -50", [](KdaCase* c) { c->lower_bound = -50, c->d_final = false, c->T = 200; });
+  add("given gates, 0 to -60", [](KdaCase* c) {
+    c->gate = KdaGate::kActivated, c->gate_spread = 30, c->gate_dtype = DType::kF32;
+    c->A_log = c->dt_bias = false;
+  });
+  add("slow decay, no A_log", [](KdaCase* c) { c->gate_mean = -7, c->T = 512, c->A_log = false; });
+  add("given beta, no norm",
+      [](KdaCase* c) { c->beta = KdaBeta::kActivated, c->l2norm = false, c->gate_mean = -2; });
+  add("alike keys", [](KdaCase* c) { c->alike = 0.77, c->gate_mean = -5, c->T = 300; });
+  add(
+      "alike keys, beta up to 2",
+      [](KdaCase* c) {
+        c->alike = 0.77, c->beta = KdaBeta::kTwoSigmoid, c->gate_mean = -6, c->T = 300;
+      },
+      2.0
+  );
+  add("no states", [](KdaCase* c) { c->initial = c->d_final = false, c->T = 200; });
+  add("one gradient, float",
+      [](KdaCase* c) { c->expanded = true, c->d_out_dtype = DType::kF32, c->T = 77; });
+  add("packed", [](KdaCase* c) {
+    c->lengths = {0, 1, 15, 16, 17, 0, 64, 65, 130, 3, 0}, c->T = 320, c->HV = 2;
+  });
+  add("packed, states recomputed",
+      [](KdaCase* c) { c->lengths = {33, 0, 131, 64, 5}, c->T = 233, c->K = 64, c->saved = 0; });
+  return tests;
+}
+
+}  // namespace
+}  // namespace sdm::test
+
+int main(int argc, char** argv) {
+  using namespace sdm::test;
+  int failures = 0;
+  for (const Test& test : all_tests()) {
+    failures += test_case(test.c, test.slack);
+  }
+  KdaCase packed{"packed"};
+  packed.lengths = {5, 0, 64, 1, 170, 16};
+  packed.T = 256;
+  packed.K = packed.V = 128;
+  packed.dtype = packed.gate_dtype = packed.d_out_dtype = sdm::DType::kBf16;
+  failures += test_packed_bits(packed);
+  packed.saved = 2;
+  failures += test_packed_bits(packed);
+  std::printf("%d failures\n", failures);
+  if (argc > 1 && std::string(argv[1]) == "time") {
+    for (const int64_t heads : {96, 64, 32, 8}) {
+      time_kda_bwd(1, 8192, heads, true);
+    }
+    time_kda_bwd(1, 8192, 96, false);
+    time_kda_bwd(8, 2048, 32, true);
+    time_kda_bwd(1, 32768, 32, true);
+  }
+  return failures == 0 ? 0 : 1;
+}
