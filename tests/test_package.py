@@ -27,15 +27,22 @@ API = [
     "SparseDeltaMemoryConfig",
     "SparseDeltaMemoryState",
     "check_indices",
+    "chunk_kda",
     "chunk_sdm",
     "chunk_sdm_",
+    "fused_recurrent_kda",
     "layers",
     "product_key_topk",
+    "recurrent_kda_",
     "recurrent_sdm_",
     "reference",
 ]
 
 OPS = [
+    "kda_chunk_bwd",
+    "kda_chunk_fwd",
+    "kda_recurrent_fwd",
+    "kda_step_",
     "product_key_topk_bwd",
     "product_key_topk_fwd",
     "sdm_check_indices",
@@ -139,7 +146,7 @@ def test_ops_are_all_in_the_namespace_of_the_build(metadata):
     names = torch._C._dispatch_get_all_op_names()
     own = sorted(n for n in names if n.startswith(f"{metadata.id}::"))
     assert own == [f"{metadata.id}::{op}" for op in OPS]
-    stray = [n for n in names if n not in own and re.search("sdm|product_key|delta_mem", n)]
+    stray = [n for n in names if n not in own and re.search("sdm|kda|product_key|delta_mem", n)]
     assert stray == []
 
 

@@ -33,6 +33,32 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, ops) {
       "Tensor g, Tensor read_idx, Tensor read_val, Tensor? state_indices) -> Tensor"
   );
   ops.def("sdm_check_indices(Tensor idx, int num_slots) -> Tensor");
+  ops.def(
+      "kda_chunk_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
+      "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool l2norm, "
+      "int gate, float lower_bound, int beta_mode, bool v_first, int chunk_size, "
+      "bool output_final_state, bool output_chunk_states) "
+      "-> (Tensor out, Tensor final_state, Tensor chunk_states)"
+  );
+  ops.def(
+      "kda_chunk_bwd(Tensor d_out, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, "
+      "Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, "
+      "Tensor? chunk_states, float scale, bool l2norm, int gate, float lower_bound, "
+      "int beta_mode, bool v_first, int chunk_size, bool need_gate_grad, bool need_state_grad) "
+      "-> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_g, Tensor d_beta, Tensor d_A_log, "
+      "Tensor d_dt_bias, Tensor d_initial_state)"
+  );
+  ops.def(
+      "kda_recurrent_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
+      "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool l2norm, "
+      "int gate, float lower_bound, int beta_mode, bool v_first, bool output_final_state) "
+      "-> (Tensor out, Tensor final_state)"
+  );
+  ops.def(
+      "kda_step_(Tensor(a!) state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
+      "Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, Tensor? state_indices, float scale, "
+      "bool l2norm, int gate, float lower_bound, int beta_mode, bool v_first) -> Tensor"
+  );
 }
 
 // Every variant holds the CPU kernels, the CUDA ones too: a CUDA user has CPU tensors as well.
@@ -44,6 +70,10 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk_cpu));
   ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step_cpu));
   ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices_cpu));
+  ops.impl("kda_chunk_fwd", TORCH_BOX(&sdm::ext::kda_chunk_fwd_cpu));
+  ops.impl("kda_chunk_bwd", TORCH_BOX(&sdm::ext::kda_chunk_bwd_cpu));
+  ops.impl("kda_recurrent_fwd", TORCH_BOX(&sdm::ext::kda_recurrent_fwd_cpu));
+  ops.impl("kda_step_", TORCH_BOX(&sdm::ext::kda_step_cpu));
 }
 
 #ifdef CUDA_KERNEL
@@ -55,6 +85,10 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk_cuda));
   ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step_cuda));
   ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices_cuda));
+  ops.impl("kda_chunk_fwd", TORCH_BOX(&sdm::ext::kda_chunk_fwd_cuda));
+  ops.impl("kda_chunk_bwd", TORCH_BOX(&sdm::ext::kda_chunk_bwd_cuda));
+  ops.impl("kda_recurrent_fwd", TORCH_BOX(&sdm::ext::kda_recurrent_fwd_cuda));
+  ops.impl("kda_step_", TORCH_BOX(&sdm::ext::kda_step_cuda));
 }
 #endif
 

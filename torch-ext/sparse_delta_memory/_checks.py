@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments; every message names the function, the argument, the wanted and the given."""
 
+import math
 from collections.abc import Sequence
 from typing import Optional
 
@@ -170,6 +171,117 @@ def _sdm_tensors_fit(
         return False
 
 
+def check_kda_tensors(func: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Check types, dtypes, devices and shapes of the tensors that every KDA function takes."""
+    if not torch.compiler.is_compiling() and _kda_tensors_fit(q, k, v, g, beta):
+        return
+    for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
+        check_tensor(func, name, x)
+        check_dtype(func, name, x, FLOATING)
+        check_float64(func, name, x, q)
+    check_dim(func, "q", q, "[B, T, H, K]")
+    check_dim(func, "v", v, "[B, T, HV, V]")
+    batch, length, heads, dim = q.shape
+    value_heads, columns = v.shape[2:]
+    for name, x, letters, size in (("q", q, "H, K", dim), ("v", v, "HV, V", columns)):
+        if size % 16 or not 16 <= size <= 256:
+            raise ValueError(
+                f"{func}: {name} must be [B, T, {letters}] with {letters[-1]} a multiple of 16 from "
+                f"16 to 256, got {_shape(x.shape)}"
+            )
+    if heads < 1 or value_heads < 1 or value_heads % heads:
+        raise ValueError(
+            f"{func}: v must have a multiple of the {heads} heads of q (HV = n * H), "
+            f"got {value_heads}"
+        )
+    check_shape(func, "k", k, "[B, T, H, K]", batch, length, heads, dim)
+    check_shape(func, "v", v, "[B, T, HV, V]", batch, length, value_heads, columns)
+    check_shape(func, "g", g, "[B, T, HV, K]", batch, length, value_heads, dim)
+    check_shape(func, "beta", beta, "[B, T, HV]", batch, length, value_heads)
+    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        check_device(func, name, x, q, "q")
+    check_backend(func, "q", q)
+
+
+def _kda_tensors_fit(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
+    """Return whether ``check_kda_tensors`` has nothing to say; may err on the side of False."""
+    tensors = (q, k, v, g, beta)
+    try:
+        device, dtype = q.device, q.dtype
+        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype == torch.float64):
+            return False
+        if any(x.device != device or x.layout is not torch.strided for x in tensors):
+            return False
+        shape, values, gates = q.shape, v.shape, beta.shape
+        dtypes = (dtype, k.dtype, v.dtype, g.dtype, beta.dtype)
+        return (
+            len(shape) == 4
+            and len(values) == 4
+            and k.shape == shape
+            and values[:3] == gates
+            and gates[:2] == shape[:2]
+            and g.shape == (*gates, shape[3])
+            and shape[2] >= 1
+            and gates[2] >= 1
+            and gates[2] % shape[2] == 0
+            and all(n % 16 == 0 and 16 <= n <= 256 for n in (shape[3], values[3]))
+            and (
+                all(x == dtype for x in dtypes)
+                if dtype == torch.float64
+                else _AT_MOST_32_BITS.issuperset(dtypes)
+            )
+        )
+    except (AttributeError, IndexError):  # not a tensor, too few dimensions
+        return False
+
+
+def check_kda_state(
+    func: str, name: str, state: Tensor, q: Tensor, v: Tensor, rows: Optional[int], v_first: bool
+) -> None:
+    """Check a state ``[N, HV, K, V]``, or with V first ``[N, HV, V, K]``; rows None: any number."""
+    check_tensor(func, name, state)
+    if q.dtype == torch.float64:
+        check_float64(func, name, state, q)
+    else:
+        check_dtype(func, name, state, (torch.float32, torch.bfloat16))
+    letters = f"[{'pool' if rows is None else 'N'}, HV, {'V, K' if v_first else 'K, V'}]"
+    check_dim(func, name, state, letters)
+    sizes = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
+    rows = state.shape[0] if rows is None else rows
+    check_shape(func, name, state, letters, rows, v.shape[2], *sizes)
+    check_device(func, name, state, q, "q")
+
+
+def check_gate_parameter(func: str, name: str, x: Tensor, q: Tensor, numel: int, letters: str):
+    """Check a parameter of the gate: its elements in order, whatever dimensions of 1 are between."""
+    check_tensor(func, name, x)
+    check_dtype(func, name, x, FLOATING)
+    if x.numel() != numel:
+        raise ValueError(
+            f"{func}: {name} must be {letters} with {numel} elements, got {_shape(x.shape)}"
+        )
+    check_device(func, name, x, q, "q")
+
+
+def check_float64(func: str, name: str, x: Tensor, q: Tensor) -> None:
+    """Raise TypeError unless ``x`` is float64 exactly if ``q`` is."""
+    if (x.dtype == torch.float64) != (q.dtype == torch.float64):
+        raise TypeError(
+            f"{func}: {name} must be float64 exactly if q is (float64 is all or none), "
+            f"got {_dtype_name(x.dtype)} with q {_dtype_name(q.dtype)}"
+        )
+
+
+def check_number(func: str, name: str, value: object) -> None:
+    """Raise unless ``value`` is None or a finite number."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{func}: {name} must be None or a float, got {type(value).__name__}")
+    if not torch.compiler.is_compiling() and not math.isfinite(value):
+        raise ValueError(f"{func}: {name} must be finite, got {value}")
+
+
 def check_chunk_size(func: str, chunk_size: Optional[int]) -> None:
     """Raise unless ``chunk_size`` is None or an int from 1 to 512."""
     if chunk_size is None:
@@ -197,28 +309,30 @@ def check_choice(func: str, name: str, value: object, choices: Sequence[str]) ->
         raise ValueError(f"{func}: {name} must be one of {options}, got {value!r}")
 
 
-def check_cu_seqlens(func: str, cu_seqlens: Tensor, like: Tensor, like_name: str) -> None:
+def check_cu_seqlens(
+    func: str, cu_seqlens: Tensor, like: Tensor, like_name: str, name: str = "cu_seqlens"
+) -> None:
     """Check the offsets of packed sequences; their values only where that costs no wait.
 
     ``like`` is ``[B, T, ...]``. The values are looked at when the tensor is on the CPU and the call
     is not being traced.
     """
     batch, length = like.shape[:2]
-    check_tensor(func, "cu_seqlens", cu_seqlens)
-    check_dtype(func, "cu_seqlens", cu_seqlens, INDICES)
+    check_tensor(func, name, cu_seqlens)
+    check_dtype(func, name, cu_seqlens, INDICES)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(
-            f"{func}: cu_seqlens must be [N + 1] offsets, got shape {_shape(cu_seqlens.shape)}"
+            f"{func}: {name} must be [N + 1] offsets, got shape {_shape(cu_seqlens.shape)}"
         )
-    check_device(func, "cu_seqlens", cu_seqlens, like, like_name)
+    check_device(func, name, cu_seqlens, like, like_name)
     if batch != 1:
-        raise ValueError(f"{func}: cu_seqlens must come with B = 1, got B = {batch}")
+        raise ValueError(f"{func}: {name} must come with B = 1, got B = {batch}")
     if not values_are_at_hand(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in zip(offsets, offsets[1:])):
         raise ValueError(
-            f"{func}: cu_seqlens must not decrease and go from 0 to T = {length}, "
+            f"{func}: {name} must not decrease and go from 0 to T = {length}, "
             f"got {_abbreviated(offsets)}"
         )
 
@@ -269,15 +383,15 @@ def check_writable_state(func: str, state: Tensor) -> None:
             extent = stride * (size - 1) + extent
 
 
-def check_no_grad(func: str, *tensors: Tensor) -> None:
+def check_no_grad(func: str, *tensors: Optional[Tensor], instead: str = "chunk_sdm") -> None:
     """Raise RuntimeError if a gradient through an in-place function is asked for."""
     if not torch.is_grad_enabled():
         return
     for x in tensors:
-        if x.requires_grad:
+        if x is not None and x.requires_grad:
             raise RuntimeError(
                 f"{func}: changes state in place and has no backward, but an argument requires "
-                f"grad; call it under torch.no_grad(), or use chunk_sdm"
+                f"grad; call it under torch.no_grad(), or use {instead}"
             )
 
 

@@ -17,6 +17,12 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def note_mutation(state: Tensor) -> None:
+    """Tell autograd that ``state`` has changed: ops from C++ libraries do not do it themselves."""
+    if not torch.compiler.is_compiling() and not state.is_inference():
+        torch.autograd.graph.increment_version(state)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("sdm_chunk_fwd"))
 def _sdm_chunk_fwd_fake(
     write_idx: Tensor,

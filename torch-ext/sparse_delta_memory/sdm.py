@@ -29,6 +29,7 @@ from ._sdm_ops import (
     SAVE_REPLAY,
     SAVE_ROWS,
     dense_rows,
+    note_mutation,
 )
 
 _SAVE_MODES = {
@@ -248,7 +249,7 @@ def chunk_sdm_(
         None if state_indices is None else state_indices.contiguous(),
         effective_chunk_size(v.device, chunk_size, state.dtype),
     )
-    _note_mutation(state)
+    note_mutation(state)
     return out
 
 
@@ -325,7 +326,7 @@ def recurrent_sdm_(
         *_dense_tokens(*tokens),
         None if state_indices is None else state_indices.contiguous(),
     )
-    _note_mutation(state)
+    note_mutation(state)
     return out
 
 
@@ -461,9 +462,3 @@ def _dense_tokens(
         dense_rows(read_idx),
         dense_rows(read_val),
     )
-
-
-def _note_mutation(state: Tensor) -> None:
-    """Tell autograd that ``state`` has changed: ops from C++ libraries do not do it themselves."""
-    if not torch.compiler.is_compiling() and not state.is_inference():
-        torch.autograd.graph.increment_version(state)
