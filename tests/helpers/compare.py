@@ -11,6 +11,9 @@ LIMITS = {
     "f64": {"value": 1e-14, "grad": 1e-13, "gate": 1e-13},
     "f32": {"value": 5e-6, "grad": 5e-5, "gate": 5e-5},
     "low": {"value": 3e-3, "grad": 5e-3, "gate": 5e-3},
+    # Kimi delta attention (docs/kda.md): all float32, and 16-bit inputs with a float32 state.
+    "kda-f32": {"value": 1e-5, "grad": 1e-4, "gate": 1e-4},
+    "kda-low": {"value": 5e-3, "grad": 5e-3, "gate": 6e-3},
 }
 PEAK = 4.0
 # Where the same recurrence in the same precision, token by token, is not better than the limit (the
