@@ -6,6 +6,7 @@
 #include "sdm_kernels/sdm/cuda/sdm_chunk_loop.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
 #include "sdm_kernels/sdm/cuda/sdm_pairs.h"
+#include "sdm_kernels/sdm/cuda/sdm_sources.h"
 
 namespace sdm {
 namespace cuda {
@@ -24,9 +25,10 @@ bool direct_gradient(const SdmBwdParams& p) {
 
 struct BwdMemory {
   LoopMemory loop;
-  void* bank;         // [N, H, S, D]
+  void* bank;         // replay: [N, H, S, D]
   void* grad;         // [N, H, S, D] unless the result holds it
   void* replay_rows;  // [N * H][segment][rows of a chunk][D]
+  SdmSources sources;
   SdmDots dots;
   void* phase1;
   void* pairs;
@@ -41,11 +43,13 @@ cudaError_t carve_bwd(
   const int64_t segment = segment_of(p);
   const int64_t num_q = streams * segment;
   memory->loop = carve_loop(carver, dims, p.bank_dtype, shape);
-  memory->bank = carver->take(streams * dims.S * dims.D * element);
+  const bool replay = p.saved.mode == SdmSave::kReplay;
+  memory->bank = replay ? carver->take(streams * dims.S * dims.D * element) : nullptr;
   memory->grad = direct_gradient(p) ? nullptr : carver->take(streams * dims.S * dims.D * element);
-  memory->replay_rows = p.saved.mode == SdmSave::kReplay
-                            ? carver->take(num_q * rows_of_chunk(dims, dims.C) * dims.D * element)
-                            : nullptr;
+  memory->replay_rows =
+      replay ? carver->take(num_q * rows_of_chunk(dims, dims.C) * dims.D * element) : nullptr;
+  memory->sources.row = carver->take<int2>(num_q * lanes_of_chunk(dims));
+  memory->sources.written = carver->take<int>(streams * dims.S);
   memory->dots.num_slices = shape.num_slices;
   memory->dots.error_grad = carver->take<float>(shape.num_slices * num_q * dims.C * dims.W);
   memory->dots.row = carver->take<float>(shape.num_slices * num_q * lanes_of_chunk(dims));
@@ -81,7 +85,8 @@ cudaError_t run_segment(
   if (p.saved.mode == SdmSave::kReplay) {
     SDM_RETURN_IF_ERROR(launch(&sdm_replay_loop_kernel<S, kAligned>));
   }
-  return launch(&sdm_bwd_loop_kernel<S, kAligned>);
+  return p.saved.mode <= SdmSave::kRows ? launch(&sdm_bwd_loop_kernel<S, kAligned, true>)
+                                        : launch(&sdm_bwd_loop_kernel<S, kAligned, false>);
 }
 
 }  // namespace
@@ -143,7 +148,7 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
       memory.loop.sequences,
       stream
   ));
-  const BankView bank = contiguous_bank(memory.bank, dims);
+  const BankView bank = replay ? contiguous_bank(memory.bank, dims) : base.bank;
   const BankView grad = contiguous_bank(direct_gradient(base) ? base.d_initial : memory.grad, dims);
   if (base.d_final.data != nullptr) {
     SDM_RETURN_IF_ERROR(launch_copy_bank(base.bank_dtype, dims, base.d_final, grad, stream));
@@ -161,6 +166,7 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   p.saved = base.saved;
   p.replay_rows = memory.replay_rows;
   p.d_out = base.d_out;
+  p.source_rows = memory.sources.row;
   p.grad = grad;
   p.d_v = base.d_v;
   p.dots = memory.dots;
@@ -181,14 +187,14 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
     p.window = {first, step};
     p.first_k = 0;
     p.end_k = step;
-    if (replay || first + step >= most_chunks(dims)) {
+    if (replay) {
       SDM_RETURN_IF_ERROR(launch_copy_bank(
           base.bank_dtype,
           dims,
           base.bank,
           bank,
           stream,
-          replay ? memory.loop.sequences : nullptr,
+          memory.loop.sequences,
           base.saved.rows,
           first,
           base.saved.segment_chunks
@@ -197,6 +203,17 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
     SDM_RETURN_IF_ERROR(
         launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
     );
+    const SavedRowsLayout layout{replay, rows_of_chunk(dims, dims.C), base.saved.rows_per_head};
+    SDM_RETURN_IF_ERROR(launch_sdm_sources(
+        dims,
+        memory.loop.sequences,
+        p.window,
+        p.records,
+        layout,
+        memory.sources,
+        replay || first + step >= most_chunks(dims),
+        stream
+    ));
     SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
       using S = std::remove_pointer_t<decltype(type)>;
       return aligned ? run_segment<S, true>(p, shape, memory.loop, stream)

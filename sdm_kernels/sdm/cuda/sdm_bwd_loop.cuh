@@ -5,12 +5,11 @@
 //! Same stages and formulas as sdm_bwd-inl.h. Per chunk a block
 //!   gathers:  post-weighted rows of the bank's gradient by token, and the dots <e, G>;
 //!   solves:   dv = inverse^T (gathered + qk^T dy), on tensor cores;
-//!   walks:    every touched slot once: gradient to the chunk's start, bank back to the chunk's
-//!   start
-//!             from the saved rows, and the dots <dv, M>, <dy, M>, <G, M>.
+//!   walks:    every touched slot once: gradient to the chunk's start, and the dots <dv, M>,
+//!             <dy, M>, <G, M> with the bank row of the chunk's start, read where it is kept.
 //! The gradient of the bank is kept in the bank's type: each touched row is rounded once a chunk.
 //! Bytes per chunk and stream: gradient rows of written slots read twice, of others once, all
-//! stored once; bank rows read once, written ones stored back.
+//! stored once; bank rows read once.
 #pragma once
 
 #include "sdm_kernels/sdm/cuda/sdm_save.cuh"
@@ -55,7 +54,7 @@ __device__ __forceinline__ void gather_gradient(
   const int2* writes = p.records.write_post + q * lanes;
   float* dots = p.dots.error_grad + (it.slice * p.records.num_q + q) * lanes;
   const LaneColumns at = lane_columns<S>(it.slice, p.dims.D);
-  const int64_t stride = p.grad.stride[2];
+  const LaneRows<S, kAligned> rows(grad, p.grad.stride[2], at);
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
   const int first = own_begin + static_cast<int>(threadIdx.x) / kRowLanes;
   const int num_tokens = min(static_cast<int>(place.num_tokens), own_end);
@@ -83,7 +82,7 @@ __device__ __forceinline__ void gather_gradient(
   };
   const auto start = [&](int j) {
     const int slot = __shfl_sync(0xffffffffu, next.x, j, kRowLanes);
-    fetch_piece<S, kAligned>(ring, j, grad + (slot < 0 ? 0 : slot) * stride, at, slot >= 0);
+    fetch_lane<S, kAligned>(ring, j, rows.at(slot < 0 ? 0 : slot), at.count, slot >= 0);
     Ring::close();
     post[j] = __int_as_float(__shfl_sync(0xffffffffu, next.y, j, kRowLanes));
   };
@@ -100,7 +99,7 @@ __device__ __forceinline__ void gather_gradient(
     const int a = round / tokens * kRowLanes + lane;
     float error[kVec<S>] = {};
     if (i < num_tokens) {
-      load_token<S>(errors + token_row_at(i) * kTokenStride<S>, error);
+      load_token<S>(errors + i * kTokenStride<S>, error);
     }
     float part[kVec<S>] = {};
     float dot[kRowLanes];
@@ -138,175 +137,140 @@ __device__ __forceinline__ void gather_gradient(
   for (int u = 0; u < kTokens; ++u) {
     const int i = first + u * kRowGroups;
     if (i < own_end) {
-      store_token<S>(x + token_row_at(i) * kTokenStride<S>, sum[u]);
+      store_token<S>(x + i * kTokenStride<S>, sum[u]);
     }
   }
 }
 
-// The walk over this block's share of the touched slots. x holds dv, y holds dy. Eight lanes take
-// every 64th slot, with the rows of kAhead slots in flight: the gradient's and the bank's or the
-// saved one.
-template <typename S, bool kAligned>
+// Sums of four values over eight lanes: v[0] of lanes 0 and 1, v[1] of lanes 2 and 3, and so on.
+__device__ __forceinline__ float four_sums(const float (&v)[4], int lane) {
+  constexpr unsigned kAll = 0xffffffffu;
+  const bool high = (lane & 4) != 0, odd = (lane & 2) != 0;
+  const float a = (high ? v[2] : v[0]) + __shfl_xor_sync(kAll, high ? v[0] : v[2], 4);
+  const float b = (high ? v[3] : v[1]) + __shfl_xor_sync(kAll, high ? v[1] : v[3], 4);
+  const float c = (odd ? b : a) + __shfl_xor_sync(kAll, odd ? a : b, 2);
+  return c + __shfl_xor_sync(kAll, c, 1);
+}
+
+// The walk over this block's share of the touched slots. x holds dv, and y, right behind it, dy.
+// The gradient's row of a slot and the bank's as it was at the start of the chunk, where
+// sdm_sources.h says that it is kept, are fetched together.
+template <typename S, bool kAligned, bool kExact>
 __device__ __forceinline__ void walk_slots(
     const SdmLoopParams& p,
     const LoopItem& it,
     const Ring& ring,
     RowNote* notes,
     int64_t q,
-    S* bank,
+    const S* bank,
     S* grad,
     const float* x,
-    const float* y,
     const SdmSaved& saved,
-    int64_t first_row,
     int64_t row_bytes
 ) {
   constexpr int kAhead = kRingDepth / 2;
   const SdmRecords& r = p.records;
   const int4* groups = r.group + q * r.n;
-  const float* decays = r.group_decay + q * r.n;
-  const int4* heads = r.head_weight + q * r.n;
+  const int2* places = p.source_rows + q * r.n;
   const int4* entries = r.entry + q * r.n;
   const int64_t plane = (it.slice * r.num_q + q) * r.n;
   float* dot_row = p.dots.row + plane;
   float* dot_decay = p.dots.decay + plane;
-  const int C = static_cast<int>(p.dims.C);
   const int written = r.group_count[q].x;
   const int count = r.group_count[q].y;
   const LaneColumns at = lane_columns<S>(it.slice, p.dims.D);
+  const LaneRows<S, kAligned> grads(grad, p.grad.stride[2], at);
+  const LaneRows<S, kAligned> at_end(bank, p.bank.stride[2], at);
+  const LaneRows<S, kAligned> kept(kExact ? saved.rows : nullptr, p.dims.D, at);
+  const NoteReader reader(notes, r.head_weight + q * r.n, r.group_decay + q * r.n, groups);
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
-  const unsigned mask = 0xffu << (threadIdx.x % 32 / kRowLanes * kRowLanes);
-  const auto group_sum = [&](float v) {
-#pragma unroll
-    for (int step = kRowLanes / 2; step > 0; step /= 2) {
-      v += __shfl_xor_sync(mask, v, step);
-    }
-    return v;
-  };
   const int begin = static_cast<int>(static_cast<int64_t>(count) * it.rank / p.group_blocks);
   const int end = static_cast<int>(static_cast<int64_t>(count) * (it.rank + 1) / p.group_blocks);
-  const int row_group = static_cast<int>(threadIdx.x) / kRowLanes;
-  const int mine = begin + row_group;
-  const bool exact = saved.mode <= SdmSave::kRows;
-  const S* exact_rows = static_cast<const S*>(saved.rows);
-  constexpr int kRound = kRowGroups * kAhead;
+  // rows of dy follow those of dv; entries count them from C
+  const int C = static_cast<int>(p.dims.C);
+  const int behind = r.Cp - C;
+  // lane 0 stores <G, M>, lanes 2 and 4 the dots of the first two entries
+  float* lane_dots = lane == 0 ? dot_decay : dot_row + lane / 4;
 
-  int slot[kAhead] = {}, next[kAhead] = {}, after[kAhead] = {};
-  const auto load_slots = [&](int (&slots)[kAhead], int base) {
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int g = base + j * kRowGroups;
-      slots[j] = __ldg(&groups[g < end ? g : 0].x);
-    }
-  };
-  const auto start = [&](int j, int g) {
-    const bool valid = g < end;
-    slot[j] = next[j];
-    const int64_t row = valid ? slot[j] : 0;
-    fetch_piece<S, kAligned>(ring, 2 * j, grad + row * p.grad.stride[2], at, valid);
-    if (g >= written) {
-      fetch_piece<S, kAligned>(ring, 2 * j + 1, bank + row * p.bank.stride[2], at, valid);
-    } else if (exact) {
-      const S* from = exact_rows + (first_row + (valid ? g : 0)) * p.dims.D;
-      fetch_piece<S, kAligned>(ring, 2 * j + 1, from, at, valid);
-    }
-    RowNote* note = notes + j * kRowGroups + row_group;
-    if (lane == 0 && valid) {
-      copy_async<16>(&note->head, heads + g);
-    }
-    if (lane == 1 && valid) {
-      copy_async<4>(&note->decay, decays + g);
-    }
-    if (lane == 2 && valid) {
-      copy_async<4>(&note->begin, &groups[g].y);
-    }
-    Ring::close();
-  };
-  // whole warps go round together, as the notes are shared by lanes
-  const int warp_first = begin + row_group / 4 * 4;
-  load_slots(next, mine);
-  load_slots(after, mine + kRound);
-#pragma unroll
-  for (int j = 0; j < kAhead; ++j) {
-    start(j, mine + j * kRowGroups);
-  }
-  for (int base = warp_first; base < end; base += kRound) {
-    const int own = base - warp_first + mine;
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      next[j] = after[j];
-    }
-    load_slots(after, own + 2 * kRound);
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      Ring::wait<kAhead - 1>();
-      __syncwarp();  // the notes that other lanes fetched
-      const int g = own + j * kRowGroups;
-      if (g < end) {
-        const RowNote note = notes[j * kRowGroups + row_group];
+  for_groups<kAhead>(
+      begin,
+      end,
+      [&](int g) { return __ldg(&places[g]); },
+      [&](int j, int g, bool valid, int2 place) {
+        fetch_lane<S, kAligned>(ring, 2 * j, grads.at(place.x), at.count, valid);
+        if (kExact || place.y < 0) {
+          const S* from = kExact && place.y >= 0 ? kept.at(place.y) : at_end.at(place.x);
+          fetch_lane<S, kAligned>(ring, 2 * j + 1, from, at.count, valid);
+        }
+        reader.start(j, g, valid);
+      },
+      [&](int j, int g, bool valid, int2 place) {
+        const RowNote& note = reader.note(j);
+        const int4 head = valid ? note.head : make_int4(C, 0, 0, 0);
+        const float decay = note.decay;
+        const int begin_entry = note.begin;
         float grad_x[kVec<S>], m[kVec<S>];
         unpack(fetched_piece<S>(ring, 2 * j), grad_x);
-        const Piece<S> m_row =
-            g < written && !exact
-                ? load_saved_piece<S, kAligned>(saved, row_bytes, first_row + g, at)
-                : fetched_piece<S>(ring, 2 * j + 1);
-        unpack(m_row, m);
-        if (g < written) {
-          store_piece<S, kAligned>(bank + slot[j] * p.bank.stride[2], at, m_row);
-          float dot = 0.0f;
-#pragma unroll
-          for (int c = 0; c < kVec<S>; ++c) {
-            dot = fmaf(grad_x[c], m[c], dot);
-            grad_x[c] *= note.decay;
-          }
-          dot = group_sum(dot);
-          if (lane == 0) {
-            dot_decay[g] = dot;
+        Piece<S> m_row = fetched_piece<S>(ring, 2 * j + 1);
+        if constexpr (!kExact) {
+          if (valid && place.y >= 0) {
+            m_row = load_saved_piece<S, kAligned>(saved, row_bytes, place.y, at);
           }
         }
-        const auto add = [&](int64_t at_dot, bool write, int row, int weight_bits) {
-          const float weight = write ? -__int_as_float(weight_bits) : __int_as_float(weight_bits);
+        unpack(m_row, m);
+        // <G, M>, and the dots of the first two entries
+        float dots[4] = {};
+#pragma unroll
+        for (int c = 0; c < kVec<S>; ++c) {
+          dots[0] = fmaf(grad_x[c], m[c], dots[0]);
+          grad_x[c] *= decay;
+        }
+        // a write takes dv with its weight turned round, a read dy
+        const auto add = [&](bool write, int row, float weight, float* dot) {
           float token[kVec<S>];
-          load_token<S>(
-              write ? x + token_row_at(row) * kTokenStride<S>
-                    : y + token_row_at(row - C) * kTokenStride<S>,
-              token
-          );
-          float dot = 0.0f;
+          load_token<S>(x + (row + (write ? 0 : behind)) * kTokenStride<S>, token);
+          const float signed_weight = write ? -weight : weight;
 #pragma unroll
           for (int c = 0; c < kVec<S>; ++c) {
-            grad_x[c] = fmaf(weight, token[c], grad_x[c]);
-            dot = fmaf(token[c], m[c], dot);
-          }
-          dot = group_sum(dot);
-          if (lane == 0) {
-            dot_row[at_dot] = dot;
+            grad_x[c] = fmaf(signed_weight, token[c], grad_x[c]);
+            *dot = fmaf(token[c], m[c], *dot);
           }
         };
-        const int begin_entry = note.begin;
-        const int4 head = note.head;
-        add(begin_entry, (head.x & kOwnerBit) != 0, head.x & kRowMask, head.y);
-        if ((head.x & kSecondBit) != 0) {
-          add(begin_entry + 1, (head.z & kOwnerBit) != 0, head.z & kRowMask, head.w);
+        const bool second = (head.x & kSecondBit) != 0;
+        add((head.x & kOwnerBit) != 0, head.x & kRowMask, __int_as_float(head.y), &dots[1]);
+        if (second) {
+          add((head.z & kOwnerBit) != 0, head.z & kRowMask, __int_as_float(head.w), &dots[2]);
         }
-        if ((head.x & kMoreBit) != 0) {
-          const int4 group = __ldg(groups + g);
+        const float sum = four_sums(dots, lane);
+        if (valid && (lane == 2 || (lane == 0 && g < written) || (lane == 4 && second))) {
+          lane_dots[lane == 0 ? g : begin_entry] = sum;
+        }
+        const bool more = (head.x & kMoreBit) != 0;
+        if (__any_sync(0xffffffffu, more)) {
+          const int4 group = __ldg(groups + (more ? g : 0));
+          const int entries_here = more ? group.z + group.w : 0;
 #pragma unroll 1
-          for (int k = 2; k < group.z + group.w; ++k) {
-            const int4 e = __ldg(entries + group.y + k);
-            add(begin_entry + k, k < group.z, e.x & kRowMask, e.y);
+          for (int k = 2; __any_sync(0xffffffffu, k < entries_here); ++k) {
+            float one[4] = {};
+            if (k < entries_here) {
+              const int4 e = __ldg(entries + group.y + k);
+              add(k < group.z, e.x & kRowMask, __int_as_float(e.y), &one[0]);
+            }
+            const float total = four_sums(one, lane);
+            if (lane == 0 && k < entries_here) {
+              dot_row[group.y + k] = total;
+            }
           }
         }
-        store_piece<S, kAligned>(grad + slot[j] * p.grad.stride[2], at, pack<S>(grad_x));
+        if (valid) {
+          store_lane<S, kAligned>(grads.at(place.x), at.count, pack<S>(grad_x));
+        }
       }
-      __syncwarp();  // the note may be overwritten
-      start(j, g + kRound);
-    }
-  }
-  Ring::wait<0>();
+  );
 }
 
-template <typename S, bool kAligned>
+// kExact: rows were saved as they are, or are replayed.
+template <typename S, bool kAligned, bool kExact>
 __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(
     const __grid_constant__ SdmLoopParams p
 ) {
@@ -319,7 +283,8 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(
   const Ring ring(y + Cp * kTokenStride<S>);
   RowNote* notes = loop_notes(y + Cp * kTokenStride<S>);
   const int64_t n = it.stream / dims.H;
-  S* bank = static_cast<S*>(p.bank.data) + n * p.bank.stride[0] + it.head * p.bank.stride[1];
+  const S* bank =
+      static_cast<const S*>(p.bank.data) + n * p.bank.stride[0] + it.head * p.bank.stride[1];
   S* grad = static_cast<S*>(p.grad.data) + n * p.grad.stride[0] + it.head * p.grad.stride[1];
   const LaneColumns at = lane_columns<S>(it.slice, dims.D);
   const int group = threadIdx.x / kRowLanes;
@@ -339,7 +304,13 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(
   } else if (saved.mode == SdmSave::kInt4) {
     row_bytes = ceil_div(dims.D, 2);
   }
-  const int64_t reserved = rows_of_chunk(dims, dims.C);
+  if (!replay) {
+    const int64_t first = it.head * saved.rows_per_head;
+    saved.rows = static_cast<char*>(saved.rows) + first * row_bytes;
+    if (saved.scales != nullptr) {
+      saved.scales += first;
+    }
+  }
   int own_begin, own_end;
   own_rows(p, it.rank, &own_begin, &own_end);
   unsigned round = 0;
@@ -355,7 +326,7 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(
     for (int i = own_begin + group; i < own_end && i < place.num_tokens; i += kRowGroups) {
       float row[kVec<S>];
       load_token_columns<S>(errors, view_row(errors, place, i), at, p.token_vectors, row);
-      store_token<S>(y + token_row_at(i) * kTokenStride<S>, row);
+      store_token<S>(y + i * kTokenStride<S>, row);
     }
     gather_gradient<S, kAligned>(p, it, ring, q, place, grad, own_begin, own_end, y, x);
     exchange_rows<S>(p, it, x, own_begin, own_end, 0, &round);
@@ -364,21 +335,21 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(
       if (i < place.num_tokens) {
         load_token_columns<S>(p.d_out, view_row(p.d_out, place, i), at, p.token_vectors, row);
       }
-      store_token<S>(y + token_row_at(i) * kTokenStride<S>, row);
+      store_token<S>(y + i * kTokenStride<S>, row);
     }
     __syncthreads();  // dy is complete
 
     Product<S> product;
     product.template run<true>(p.records.qk + q * Cp * Cp, Cp, y, 0, Cp / 16);
-    product.template put<true, true>(x, Cp, 0, Cp / 16);
+    product.template put<true, true>(x, 0, Cp / 16);
     __syncthreads();  // the gradient of the errors is complete
     product.template run<true>(p.records.inverse + q * Cp * Cp, Cp, x, 0, Cp / 16);
     __syncthreads();  // all warps have read it
-    product.template put<true, false>(x, Cp, 0, Cp / 16);
+    product.template put<true, false>(x, 0, Cp / 16);
     __syncthreads();  // dv is complete
     for (int i = own_begin + group; i < own_end && i < place.num_tokens; i += kRowGroups) {
       float row[kVec<S>];
-      load_token<S>(x + token_row_at(i) * kTokenStride<S>, row);
+      load_token<S>(x + i * kTokenStride<S>, row);
       store_token_columns<S>(
           p.d_v, p.d_out.dtype, token_row(dims, place, i), at, p.token_vectors, row
       );
@@ -386,10 +357,7 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_bwd_loop_kernel(
           p.dots.d_v, DType::kF32, (q * dims.C + i) * dims.D, at, p.token_vectors, row
       );
     }
-    const int64_t first_row =
-        replay ? (it.stream * p.window.chunks + k) * reserved
-               : it.head * p.saved.rows_per_head + it.sequence->first_row + chunk * reserved;
-    walk_slots<S, kAligned>(p, it, ring, notes, q, bank, grad, x, y, saved, first_row, row_bytes);
+    walk_slots<S, kAligned, kExact>(p, it, ring, notes, q, bank, grad, x, saved, row_bytes);
     finish_rows(p, it, &round);
   }
 }

@@ -43,7 +43,7 @@ __device__ __forceinline__ void gather_tokens(
   const int2* reads = writes + static_cast<int>(dims.C) * W;
   const LaneColumns at = lane_columns<S>(it.slice, dims.D);
   const int num_tokens = static_cast<int>(place.num_tokens);
-  const int64_t stride = p.bank.stride[2];
+  const LaneRows<S, kAligned> rows(bank, p.bank.stride[2], at);
   const int widest = W > R ? W : R;
   const int row_group = static_cast<int>(threadIdx.x) / kRowLanes;
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void gather_tokens(
     const auto start = [&](int j, const int2* round_records) {
       const int2 record = round_records[j];
       const bool valid = record.x >= 0;
-      fetch_piece<S, kAligned>(ring, j, bank + (valid ? record.x : 0) * stride, at, valid);
+      fetch_lane<S, kAligned>(ring, j, rows.at(valid ? record.x : 0), at.count, valid);
       weight[j] = __int_as_float(record.y);
     };
     const int rounds = (widest + kLanes - 1) / kLanes;
@@ -135,8 +135,8 @@ __device__ __forceinline__ void gather_tokens(
       for (int c = 0; c < kVec<S>; ++c) {
         v[c] -= sum[t][0][c];
       }
-      store_token<S>(x + token_row_at(i) * kTokenStride<S>, v);
-      store_token<S>(y + token_row_at(i) * kTokenStride<S>, sum[t][1]);
+      store_token<S>(x + i * kTokenStride<S>, v);
+      store_token<S>(y + i * kTokenStride<S>, sum[t][1]);
     }
   }
 }
@@ -204,19 +204,19 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_chunk_loop_kernel(
     Product<S> product;
     product.template run<false>(p.records.inverse + q * Cp * Cp, Cp, x, 0, Cp / 16);
     __syncthreads();  // all warps have read v - retrieved
-    product.template put<false, false>(x, Cp, 0, Cp / 16);
+    product.template put<false, false>(x, 0, Cp / 16);
     __syncthreads();  // errors are complete
     product.template run<false>(p.records.qk + q * Cp * Cp, Cp, x, own_begin / 16, own_end / 16);
-    product.template put<false, true>(y, Cp, own_begin / 16, own_end / 16);
+    product.template put<false, true>(y, own_begin / 16, own_end / 16);
     __syncthreads();  // readings are complete
     for (int i = own_begin + threadIdx.x / kRowLanes; i < own_end && i < place.num_tokens;
          i += kRowGroups) {
       float row[kVec<S>];
-      load_token<S>(y + token_row_at(i) * kTokenStride<S>, row);
+      load_token<S>(y + i * kTokenStride<S>, row);
       const int64_t offset = token_row(dims, place, i);
       store_token_columns<S>(p.out, p.v.dtype, offset, at, p.token_vectors, row);
       if (p.errors != nullptr) {
-        load_token<S>(x + token_row_at(i) * kTokenStride<S>, row);
+        load_token<S>(x + i * kTokenStride<S>, row);
         store_token_columns<S>(p.errors, DType::kF32, offset, at, p.token_vectors, row);
       }
     }
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kLoopThreads, 1) sdm_replay_loop_kernel(
     for (int i = threadIdx.x / kRowLanes; i < place.num_tokens; i += kRowGroups) {
       float row[kVec<S>];
       load_token_columns<S>(errors, view_row(errors, place, i), at, p.token_vectors, row);
-      store_token<S>(smem + token_row_at(i) * kTokenStride<S>, row);
+      store_token<S>(smem + i * kTokenStride<S>, row);
     }
     __syncthreads();  // errors are complete
     const int64_t reserved = rows_of_chunk(dims, dims.C);

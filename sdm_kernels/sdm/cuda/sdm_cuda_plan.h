@@ -104,10 +104,11 @@ inline LoopMemory carve_loop(
   return memory;
 }
 
-// Whether 16-byte pieces may be used for a bank or its rows.
+// Whether 16-byte pieces and 32-bit row strides may be used for a bank or its rows.
 inline bool aligned_bank(const BankView& bank, DType dtype, int64_t D) {
   const int64_t vec = 16 / element_size(dtype);
-  return reinterpret_cast<uintptr_t>(bank.data) % 16 == 0 && bank.stride[0] % vec == 0 &&
+  return bank.stride[2] >= 0 && bank.stride[2] * element_size(dtype) <= UINT32_MAX &&
+         reinterpret_cast<uintptr_t>(bank.data) % 16 == 0 && bank.stride[0] % vec == 0 &&
          bank.stride[1] % vec == 0 && bank.stride[2] % vec == 0 && D % vec == 0;
 }
 

@@ -9,6 +9,8 @@
 //! the result.
 #pragma once
 
+#include <cstddef>
+
 #include "sdm_kernels/cuda/group_barrier.cuh"
 #include "sdm_kernels/cuda/row_ring.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_product.cuh"
@@ -55,15 +57,15 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
 // Starts the fetch of a lane's part of a row into a slot of the ring; a row that is not `valid`
 // reads as zeros.
 template <typename S, bool kAligned>
-__device__ __forceinline__ void fetch_piece(
-    const Ring& ring, int slot, const S* row, const LaneColumns& at, bool valid
+__device__ __forceinline__ void fetch_lane(
+    const Ring& ring, int slot, const S* lane, int count, bool valid
 ) {
   if constexpr (kAligned) {
-    ring.issue(slot, row + at.first, valid && at.count > 0);
+    ring.issue(slot, lane, valid && count > 0);
   } else {
     Piece<S> piece;
     if (valid) {
-      piece = load_piece<S, kAligned>(row, at);
+      piece = load_lane<S, kAligned>(lane, count);
     }
     ring.put(slot, piece.raw);
   }
@@ -82,18 +84,19 @@ struct SdmLoopParams {
   int64_t first_k, end_k;        // the part of the window to walk
   const SdmSequence* sequences;  // [N]
   SdmRecords records;
-  FloatView v;         // forward
-  BankView bank;       // advanced (forward) or taken back (backward) in place
-  void* out;           // forward: [B, T, H, D] in v's dtype
-  float* errors;       // [B, T, H, D]; forward: written unless null; otherwise read
-  SdmSaved saved;      // rows or checkpoints of the forward
-  void* replay_rows;   // replay: [N * H][window][rows of a chunk][D]
-  FloatView d_out;     // backward
-  BankView grad;       // backward: gradient of the bank
-  void* d_v;           // backward: [B, T, H, D] in d_out's dtype
-  SdmDots dots;        // backward
-  float* exchange;     // [items][2][Cp][kSliceColumns]
-  unsigned* counters;  // [items], zero at launch
+  FloatView v;              // forward
+  BankView bank;            // forward: advanced in place; backward: at the end, read
+  void* out;                // forward: [B, T, H, D] in v's dtype
+  float* errors;            // [B, T, H, D]; forward: written unless null; otherwise read
+  SdmSaved saved;           // rows or checkpoints of the forward
+  void* replay_rows;        // replay: [N * H][window][rows of a chunk][D]
+  FloatView d_out;          // backward
+  const int2* source_rows;  // backward: SdmSources::row
+  BankView grad;            // backward: gradient of the bank
+  void* d_v;                // backward: [B, T, H, D] in d_out's dtype
+  SdmDots dots;             // backward
+  float* exchange;          // [items][2][Cp][kSliceColumns]
+  unsigned* counters;       // [items], zero at launch
   int group_blocks;
   int64_t num_slices;
   bool token_vectors;  // v and out (or d_out and d_v) rows are on 16-byte boundaries
@@ -186,12 +189,96 @@ __device__ __forceinline__ void own_rows(const SdmLoopParams& p, int rank, int* 
   *end = min((rank + 1) * per_block, blocks) * 16;
 }
 
+// Starts the copies of a group's note. Three of the eight lanes take part, each with a pointer of
+// its own, so that the address costs all of them one multiplication.
+class NoteReader {
+ public:
+  __device__ __forceinline__
+  NoteReader(RowNote* notes, const int4* heads, const float* decays, const int4* groups)
+      : note_(notes + threadIdx.x / kRowLanes) {
+    const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
+    from_ = lane == 0   ? reinterpret_cast<const char*>(heads)
+            : lane == 1 ? reinterpret_cast<const char*>(decays)
+                        : reinterpret_cast<const char*>(groups) + offsetof(int4, y);
+    bytes_ = lane == 1 ? sizeof(float) : sizeof(int4);
+    to_ = lane == 1 ? offsetof(RowNote, decay) : offsetof(RowNote, begin);
+  }
+
+  __device__ __forceinline__ void start(int j, int g, bool valid) const {
+    const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
+    const char* from = from_ + static_cast<uint64_t>(static_cast<uint32_t>(g)) * bytes_;
+    RowNote* note = note_ + j * kRowGroups;
+    if (valid && lane == 0) {
+      copy_async<16>(&note->head, from);
+    }
+    if (valid && (lane == 1 || lane == 2)) {
+      copy_async<4>(reinterpret_cast<char*>(note) + to_, from);
+    }
+  }
+
+  __device__ const __forceinline__ RowNote& note(int j) const { return note_[j * kRowGroups]; }
+
+ private:
+  RowNote* note_;
+  const char* from_;
+  uint32_t bytes_;
+  uint32_t to_;
+};
+
+// Goes through groups [begin, end), eight lanes every 64th, with kAhead of them in flight a lane.
+//   load(g)                  the place of a group's rows: global loads, used a round later;
+//   fetch(j, g, valid, place) starts the copies into ring and note slot j;
+//   work(j, g, valid, place)  uses them. Whole warps go round together, so that it may shuffle.
+template <int kAhead, typename Load, typename Fetch, typename Work>
+__device__ __forceinline__ void for_groups(
+    int begin, int end, const Load& load, const Fetch& fetch, const Work& work
+) {
+  using Place = decltype(load(0));
+  constexpr int kRound = kRowGroups * kAhead;
+  const int row_group = static_cast<int>(threadIdx.x) / kRowLanes;
+  Place place[kAhead], next[kAhead], after[kAhead];
+  const auto load_round = [&](Place(&to)[kAhead], int first) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int g = first + j * kRowGroups;
+      to[j] = load(g < end ? g : 0);
+    }
+  };
+  const auto start = [&](int j, int g) {
+    place[j] = next[j];
+    fetch(j, g, g < end, place[j]);
+    Ring::close();
+  };
+  int own = begin + row_group;
+  load_round(next, own);
+  load_round(after, own + kRound);
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) {
+    start(j, own + j * kRowGroups);
+  }
+  for (int base = begin + row_group / 4 * 4; base < end; base += kRound) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      next[j] = after[j];
+    }
+    load_round(after, own + 2 * kRound);
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int g = own + j * kRowGroups;
+      Ring::wait<kAhead - 1>();
+      __syncwarp();  // the notes that other lanes fetched
+      work(j, g, g < end, place[j]);
+      __syncwarp();  // the note may be overwritten
+      start(j, g + kRound);
+    }
+    own += kRound;
+  }
+  Ring::wait<0>();  // nothing is left in flight for the next user of the ring
+}
+
 // M[slot] = decay * M[slot] + sum over writes of post * e[token] for this block's share of the
 // written slots; the old rows go to rows [first_row, ...) of `saved_rows` unless that is null, and
 // the rest of the chunk's `reserved` rows is zeroed.
-//
-// Eight lanes take every 64th slot. Slot numbers are loaded in batches two rounds ahead; the row,
-// its note and the note's arrival go with the ring.
 template <typename S, bool kAligned>
 __device__ __forceinline__ void update_rows(
     const SdmLoopParams& p,
@@ -207,86 +294,53 @@ __device__ __forceinline__ void update_rows(
 ) {
   const SdmRecords& r = p.records;
   const int4* groups = r.group + q * r.n;
-  const float* decays = r.group_decay + q * r.n;
-  const int4* heads = r.head_post + q * r.n;
   const int4* entries = r.entry + q * r.n;
-  const int64_t stride = p.bank.stride[2];
   const int count = r.group_count[q].x;
   const LaneColumns at = lane_columns<S>(it.slice, p.dims.D);
+  const LaneRows<S, kAligned> rows(bank, p.bank.stride[2], at);
+  const LaneRows<S, kAligned> kept(saved_rows + first_row * p.dims.D, p.dims.D, at);
+  const NoteReader reader(notes, r.head_post + q * r.n, r.group_decay + q * r.n, groups);
   const int begin = static_cast<int>(static_cast<int64_t>(count) * it.rank / p.group_blocks);
   const int end = static_cast<int>(static_cast<int64_t>(count) * (it.rank + 1) / p.group_blocks);
-  const int row_group = static_cast<int>(threadIdx.x) / kRowLanes;
-  const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
-  const int mine = begin + row_group;
-  constexpr int kRound = kRowGroups * kRingDepth;
-
-  int slot[kRingDepth] = {}, next[kRingDepth] = {}, after[kRingDepth] = {};
-  const auto load_slots = [&](int (&slots)[kRingDepth], int base) {
-#pragma unroll
-    for (int j = 0; j < kRingDepth; ++j) {
-      const int g = base + j * kRowGroups;
-      slots[j] = __ldg(&groups[g < end ? g : 0].x);
-    }
-  };
-  const auto start = [&](int j, int g) {
-    const bool valid = g < end;
-    slot[j] = next[j];
-    fetch_piece<S, kAligned>(ring, j, bank + (valid ? slot[j] : 0) * stride, at, valid);
-    RowNote* note = notes + j * kRowGroups + row_group;
-    if (lane == 0 && valid) {
-      copy_async<16>(&note->head, heads + g);
-    }
-    if (lane == 1 && valid) {
-      copy_async<4>(&note->decay, decays + g);
-    }
-    Ring::close();
-  };
-  // whole warps go round together, as the notes are shared by lanes
-  const int warp_first = begin + row_group / 4 * 4;
-  load_slots(next, mine);
-  load_slots(after, mine + kRound);
-#pragma unroll
-  for (int j = 0; j < kRingDepth; ++j) {
-    start(j, mine + j * kRowGroups);
-  }
-  for (int base = warp_first; base < end; base += kRound) {
-    const int own = base - warp_first + mine;
-#pragma unroll
-    for (int j = 0; j < kRingDepth; ++j) {
-      next[j] = after[j];
-    }
-    load_slots(after, own + 2 * kRound);
-#pragma unroll
-    for (int j = 0; j < kRingDepth; ++j) {
-      Ring::wait<kRingDepth - 1>();
-      __syncwarp();  // the notes that other lanes fetched
-      const int g = own + j * kRowGroups;
-      if (g < end) {
+  for_groups<kRingDepth>(
+      begin,
+      end,
+      [&](int g) { return __ldg(&groups[g].x); },
+      [&](int j, int g, bool valid, int slot) {
+        fetch_lane<S, kAligned>(ring, j, rows.at(slot), at.count, valid);
+        reader.start(j, g, valid);
+      },
+      [&](int j, int g, bool valid, int slot) {
+        if (!valid) {
+          return;
+        }
         const Piece<S> row = fetched_piece<S>(ring, j);
-        const RowNote note = notes[j * kRowGroups + row_group];
+        const RowNote& note = reader.note(j);
+        const int4 head = note.head;
+        const float decay = note.decay;
         if (saved_rows != nullptr) {
-          store_piece<S, kAligned>(saved_rows + (first_row + g) * p.dims.D, at, row);
+          store_lane<S, kAligned>(kept.at(g), at.count, row);
         }
         float x[kVec<S>];
         unpack(row, x);
 #pragma unroll
         for (int i = 0; i < kVec<S>; ++i) {
-          x[i] *= note.decay;
+          x[i] *= decay;
         }
         const auto add = [&](int token, int post_bits) {
           float error[kVec<S>];
-          load_token<S>(errors + token_row_at(token & kRowMask) * kTokenStride<S>, error);
+          load_token<S>(errors + (token & kRowMask) * kTokenStride<S>, error);
           const float post = __int_as_float(post_bits);
 #pragma unroll
           for (int i = 0; i < kVec<S>; ++i) {
             x[i] = fmaf(post, error[i], x[i]);
           }
         };
-        add(note.head.x, note.head.y);
-        if ((note.head.x & kSecondBit) != 0) {
-          add(note.head.z, note.head.w);
+        add(head.x, head.y);
+        if ((head.x & kSecondBit) != 0) {
+          add(head.z, head.w);
         }
-        if ((note.head.x & kMoreBit) != 0) {
+        if ((head.x & kMoreBit) != 0) {
           const int4 group = __ldg(groups + g);
 #pragma unroll 1
           for (int k = 2; k < group.z; ++k) {
@@ -294,16 +348,12 @@ __device__ __forceinline__ void update_rows(
             add(e.x, e.z);
           }
         }
-        store_piece<S, kAligned>(bank + slot[j] * stride, at, pack<S>(x));
+        store_lane<S, kAligned>(rows.at(slot), at.count, pack<S>(x));
       }
-      __syncwarp();  // the note may be overwritten
-      start(j, g + kRound);
-    }
-  }
-  Ring::wait<0>();  // nothing is left in flight for the next user of the ring
+  );
   if (saved_rows != nullptr && it.rank == 0) {
     for (int64_t g = count + threadIdx.x / kRowLanes; g < reserved; g += kRowGroups) {
-      store_piece<S, kAligned>(saved_rows + (first_row + g) * p.dims.D, at, Piece<S>());
+      store_lane<S, kAligned>(kept.at(static_cast<int>(g)), at.count, Piece<S>());
     }
   }
 }

@@ -6,13 +6,15 @@
 //! shared memory. Tensor cores in tf32 (mma.cuh); k runs upwards by 16 in every row and in one
 //! order inside, so a row's bits depend on nothing but the matrix and the column.
 //!
-//! A product of small tiles is bound by the lines that its loads touch, not by arithmetic. So lanes
-//! take 16 bytes of m at a time: the four k (or, transposed, the four rows of the result) are given
-//! to matrix fragments as they come, which only renames the fragments' k (or rows). Four lanes then
-//! want rows of x that are four apart; token_row_at() stores them side by side, in different banks.
+//! A warp's task is 16 rows by 32 columns, so a slice of 64 columns reads m twice. Tasks are dealt
+//! so that a warp with many blocks of k in its first task has few in its second. Loads of m run two
+//! blocks of 16 k ahead. Bytes per product and block: twice the triangle, 2 * 131 KB at Cp = 256,
+//! from L2; arithmetic is a tenth of that time.
 //!
-//! Tasks of 32 rows by 8 columns are dealt to the warps; a warp keeps its results in registers
-//! until all have read x.
+//! Lanes take m in pieces of 16 bytes (transposed: 8): the k (or rows of the result) of a piece are
+//! given to matrix fragments as they come, which only renames the fragments' k (or rows).
+//!
+//! A warp keeps its results in registers until all have read x.
 #pragma once
 
 #include "sdm_kernels/cuda/mma.cuh"
@@ -25,122 +27,67 @@ constexpr int kLoopWarps = kLoopThreads / 32;
 constexpr int kMaxChunk = 256;
 
 template <typename S>
-struct Product {
-  static constexpr int kTerms = sizeof(S) == 4 ? 3 : 1;
-  static constexpr int kColumnTasks = kSliceColumns<S> / 8;
-  static constexpr int kTasksPerWarp = kMaxChunk / 32 * kColumnTasks / kLoopWarps;
-  static constexpr int kStride = kTokenStride<S>;
-
-  // [task][block of 16 rows][fragment]
-  float acc[kTasksPerWarp][2][4];
-
+class Product {
+ public:
   // Row blocks [first_block, end_block) of 16 of the result.
   template <bool kTransposed>
   __device__ __forceinline__ void run(
       const float* __restrict__ m, int Cp, const float* x, int first_block, int end_block
   ) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
     const int g = static_cast<int>(threadIdx.x) % 32 / 4;
     const int t = static_cast<int>(threadIdx.x) % 4;
-    const int num_tasks = (end_block - first_block + 1) / 2 * kColumnTasks;
 #pragma unroll
-    for (int j = 0; j < kTasksPerWarp; ++j) {
+    for (int j = 0; j < kTasks; ++j) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          acc[j][half][i] = 0.0f;
+          acc_[j][n][i] = 0.0f;
         }
       }
-      const int task = warp + j * kLoopWarps;
-      if (task >= num_tasks) {
+      const int task = task_of(j);
+      if (task >= (end_block - first_block) * kParts) {
         continue;
       }
-      int row = (first_block + task / kColumnTasks * 2) * 16;
+      int row = (first_block + task / kParts) * 16;
       // opaque, or the addresses of all tasks are computed up front and spilled
       asm volatile("" : "+r"(row));
-      const float* column = x + task % kColumnTasks * 8 + g;
       const int k_begin = kTransposed ? row : 0;
-      const int k_end = kTransposed ? Cp : min(row + 32, Cp);
-#pragma unroll 2
-      for (int k = k_begin; k < k_end; k += 16) {
-        float4 a[4];
-        if constexpr (kTransposed) {
-          // columns row + 4g .. + 3 of m, rows k + 4t + e
-          const bool inside = row + 4 * g < Cp;
-          const float* p = m + (k + 4 * t) * Cp + (inside ? row + 4 * g : 0);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            a[e] = __ldg(reinterpret_cast<const float4*>(p + e * Cp));
-            if (!inside) {
-              a[e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            }
-          }
-        } else {
-          // rows row + g + 8e of m, columns k + 4t .. + 3
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int i = row + g + 8 * e;
-            const float* p = m + (i < Cp ? i : 0) * Cp + k + 4 * t;
-            a[e] = __ldg(reinterpret_cast<const float4*>(p));
-          }
-        }
-        // rows k + 4t + e of x, stored side by side
-        float b[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          b[e] = column[(k + e * 4 + t) * kStride];
-        }
-        const float first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-        if constexpr (kTransposed) {
-          const float a0[4] = {a[0].x, a[0].y, a[1].x, a[1].y};
-          const float a1[4] = {a[0].z, a[0].w, a[1].z, a[1].w};
-          const float a2[4] = {a[2].x, a[2].y, a[3].x, a[3].y};
-          const float a3[4] = {a[2].z, a[2].w, a[3].z, a[3].w};
-          mma_f32<kTerms>(acc[j][0], a0, first);
-          mma_f32<kTerms>(acc[j][1], a1, first);
-          mma_f32<kTerms>(acc[j][0], a2, second);
-          mma_f32<kTerms>(acc[j][1], a3, second);
-        } else {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float4 &low = a[2 * half], &high = a[2 * half + 1];
-            const float a0[4] = {low.x, high.x, low.y, high.y};
-            const float a1[4] = {low.z, high.z, low.w, high.w};
-            mma_f32<kTerms>(acc[j][half], a0, first);
-            mma_f32<kTerms>(acc[j][half], a1, second);
-          }
-        }
+      const int steps = kTransposed ? (Cp - row) / 16 : row / 16 + 1;
+      const float* column = x + (k_begin + 4 * t) * kStride + task % kParts * kTiles * 8 + g;
+      const float* a =
+          kTransposed ? m + (k_begin + 4 * t) * Cp + row + 2 * g : m + (row + g) * Cp + 4 * t;
+      Blocks here, there;
+      here.template load<kTransposed>(a, Cp, 0, steps);
+      for (int step = 0; step < steps; step += 2 * kAhead) {
+        there.template load<kTransposed>(a, Cp, step + kAhead, steps);
+        multiply<kTransposed>(here, column, step, steps, acc_[j]);
+        here.template load<kTransposed>(a, Cp, step + 2 * kAhead, steps);
+        multiply<kTransposed>(there, column, step + kAhead, steps, acc_[j]);
       }
     }
   }
 
   // y[row][column] = or += the results.
   template <bool kTransposed, bool kAdd>
-  __device__ __forceinline__ void put(float* y, int Cp, int first_block, int end_block) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+  __device__ __forceinline__ void put(float* y, int first_block, int end_block) const {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4;
     const int t = static_cast<int>(threadIdx.x) % 4;
-    const int num_tasks = (end_block - first_block + 1) / 2 * kColumnTasks;
-    const int end_row = min(end_block * 16, Cp);
 #pragma unroll
-    for (int j = 0; j < kTasksPerWarp; ++j) {
-      const int task = warp + j * kLoopWarps;
-      if (task >= num_tasks) {
+    for (int j = 0; j < kTasks; ++j) {
+      const int task = task_of(j);
+      if (task >= (end_block - first_block) * kParts) {
         continue;
       }
-      const int row = (first_block + task / kColumnTasks * 2) * 16;
-      const int column = task % kColumnTasks * 8 + 2 * t;
+      const int row = (first_block + task / kParts) * 16;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int n = 0; n < kTiles; ++n) {
+        const int column = (task % kParts * kTiles + n) * 8 + 2 * t;
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
-          const int i = row + (kTransposed ? 4 * g + 2 * half + low : 16 * half + 8 * low + g);
-          if (i >= end_row) {
-            continue;
-          }
-          float2* p = reinterpret_cast<float2*>(y + token_row_at(i) * kStride + column);
-          float2 value = make_float2(acc[j][half][2 * low], acc[j][half][2 * low + 1]);
+          const int i = row + (kTransposed ? 2 * g + low : 8 * low + g);
+          float2* p = reinterpret_cast<float2*>(y + i * kStride + column);
+          float2 value = make_float2(acc_[j][n][2 * low], acc_[j][n][2 * low + 1]);
           if constexpr (kAdd) {
             const float2 old = *p;
             value.x += old.x;
@@ -151,6 +98,82 @@ struct Product {
       }
     }
   }
+
+ private:
+  static constexpr int kTerms = sizeof(S) == 4 ? 3 : 1;
+  static constexpr int kTiles = 4;  // column tiles of 8 in a task
+  static constexpr int kParts = kSliceColumns<S> / (8 * kTiles);
+  static constexpr int kTasks = kMaxChunk / 16 * kParts / kLoopWarps;  // of a warp
+  static constexpr int kAhead = 2;                                     // blocks of 16 k in a load
+  static constexpr int kStride = kTokenStride<S>;
+
+  // What a lane holds of kAhead blocks of m.
+  struct Blocks {
+    float x[kAhead][8];
+
+    template <bool kTransposed>
+    __device__ __forceinline__ void load(const float* a, int Cp, int step, int steps) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (step + i >= steps) {
+          continue;
+        }
+        if constexpr (kTransposed) {
+          // rows k + 4t + e of m, columns row + 2g, row + 2g + 1
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float2 two =
+                __ldg(reinterpret_cast<const float2*>(a + ((step + i) * 16 + e) * Cp));
+            x[i][2 * e] = two.x;
+            x[i][2 * e + 1] = two.y;
+          }
+        } else {
+          // rows row + g and row + g + 8 of m, columns k + 4t .. + 3
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float4 four =
+                __ldg(reinterpret_cast<const float4*>(a + half * 8 * Cp + (step + i) * 16));
+            x[i][half] = four.x;
+            x[i][2 + half] = four.y;
+            x[i][4 + half] = four.z;
+            x[i][6 + half] = four.w;
+          }
+        }
+      }
+    }
+  };
+
+  // Tasks in the order of their rows: the lower half from the front, the rest from the back.
+  __device__ __forceinline__ static int task_of(int j) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    return j % 2 == 0 ? j * kLoopWarps + warp : (j + 1) * kLoopWarps - 1 - warp;
+  }
+
+  template <bool kTransposed>
+  __device__ __forceinline__ static void multiply(
+      const Blocks& a, const float* column, int step, int steps, float (&acc)[kTiles][4]
+  ) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (step + i >= steps) {
+        continue;
+      }
+      const float a0[4] = {a.x[i][0], a.x[i][1], a.x[i][2], a.x[i][3]};
+      const float a1[4] = {a.x[i][4], a.x[i][5], a.x[i][6], a.x[i][7]};
+      const float* rows = column + (step + i) * 16 * kStride;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        // rows k + 4t + e of x
+        const float b0[2] = {rows[n * 8], rows[kStride + n * 8]};
+        const float b1[2] = {rows[2 * kStride + n * 8], rows[3 * kStride + n * 8]};
+        mma_f32<kTerms>(acc[n], a0, b0);
+        mma_f32<kTerms>(acc[n], a1, b1);
+      }
+    }
+  }
+
+  // [task][column tile][fragment]
+  float acc_[kTasks][kTiles][4];
 };
 
 }  // namespace sdm::cuda

@@ -23,10 +23,10 @@ constexpr int kVec = 16 / static_cast<int>(sizeof(S));
 template <typename S>
 constexpr int kSliceColumns = kRowLanes * kVec<S>;
 
-// Row stride of token rows in shared memory, in floats: 8 more than the columns, so that the
-// operand loads of the matrix products touch 32 different banks.
+// Row stride of token rows in shared memory, in floats: 4 more than the columns, so that of the
+// operand loads of the matrix products, rows four apart, at most two meet in a bank.
 template <typename S>
-constexpr int kTokenStride = kSliceColumns<S> + 8;
+constexpr int kTokenStride = kSliceColumns<S> + 4;
 
 __device__ __forceinline__ float to_float(float x) {
   return x;
@@ -73,64 +73,121 @@ __device__ __forceinline__ LaneColumns lane_columns(int64_t slice, int64_t D) {
   return {first, static_cast<int>(rest < 0 ? 0 : rest < kVec<S> ? rest : kVec<S>)};
 }
 
-// Bank rows change during a launch and may be written by other blocks: never through L1. kAligned:
-// every row starts on a 16-byte boundary and has whole pieces.
+// A lane's part of the rows of a bank, or of saved rows. kAligned: every row starts on a 16-byte
+// boundary, has whole pieces, and rows are less than 4 GB apart: one multiplication an address.
 template <typename S, bool kAligned>
-__device__ __forceinline__ Piece<S> load_piece(const S* row, const LaneColumns& at) {
+class LaneRows {
+ public:
+  __device__ __forceinline__ LaneRows(const void* rows, int64_t stride, const LaneColumns& at)
+      : first_(static_cast<const char*>(rows) + at.first * static_cast<int64_t>(sizeof(S))),
+        bytes_(static_cast<Stride>(stride * static_cast<int64_t>(sizeof(S)))) {}
+
+  __device__ __forceinline__ S* at(int row) const {
+    const auto offset = static_cast<std::make_unsigned_t<Stride>>(bytes_);
+    return reinterpret_cast<S*>(
+        const_cast<char*>(first_) + static_cast<uint64_t>(static_cast<uint32_t>(row)) * offset
+    );
+  }
+
+ private:
+  using Stride = std::conditional_t<kAligned, uint32_t, int64_t>;
+  const char* first_;
+  Stride bytes_;
+};
+
+// Bank rows change during a launch and may be written by other blocks: never through L1.
+template <typename S, bool kAligned>
+__device__ __forceinline__ Piece<S> load_lane(const S* lane, int count) {
   Piece<S> piece;
   if constexpr (kAligned) {
-    if (at.count > 0) {
-      piece.raw = __ldcg(reinterpret_cast<const uint4*>(row + at.first));
+    if (count > 0) {
+      piece.raw = __ldcg(reinterpret_cast<const uint4*>(lane));
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kVec<S>; ++i) {
-      if (i < at.count) {
-        piece.x[i] = __ldcg(row + at.first + i);
+      if (i < count) {
+        piece.x[i] = __ldcg(lane + i);
       }
     }
   }
   return piece;
 }
 
+// The intrinsic keeps the 16 bytes together: of a plain assignment the compiler makes four stores.
 template <typename S, bool kAligned>
-__device__ __forceinline__ void store_piece(S* row, const LaneColumns& at, const Piece<S>& piece) {
+__device__ __forceinline__ void store_lane(S* lane, int count, const Piece<S>& piece) {
   if constexpr (kAligned) {
-    if (at.count > 0) {
-      *reinterpret_cast<uint4*>(row + at.first) = piece.raw;
+    if (count > 0) {
+      __stcg(reinterpret_cast<uint4*>(lane), piece.raw);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kVec<S>; ++i) {
-      if (i < at.count) {
-        row[at.first + i] = piece.x[i];
+      if (i < count) {
+        lane[i] = piece.x[i];
       }
     }
   }
 }
 
+template <typename S, bool kAligned>
+__device__ __forceinline__ Piece<S> load_piece(const S* row, const LaneColumns& at) {
+  return load_lane<S, kAligned>(row + at.first, at.count);
+}
+
+template <typename S, bool kAligned>
+__device__ __forceinline__ void store_piece(S* row, const LaneColumns& at, const Piece<S>& piece) {
+  store_lane<S, kAligned>(row + at.first, at.count, piece);
+}
+
+__device__ __forceinline__ float2 unpack_pair(uint32_t two, __nv_bfloat16) {
+  return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+}
+
+__device__ __forceinline__ float2 unpack_pair(uint32_t two, __half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&two));
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
+  const __half2 two = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+
 template <typename S>
 __device__ __forceinline__ void unpack(const Piece<S>& piece, float (&x)[kVec<S>]) {
+  const uint32_t words[4] = {piece.raw.x, piece.raw.y, piece.raw.z, piece.raw.w};
 #pragma unroll
-  for (int i = 0; i < kVec<S>; ++i) {
-    x[i] = to_float(piece.x[i]);
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(S) == 4) {
+      x[i] = __uint_as_float(words[i]);
+    } else {
+      const float2 two = unpack_pair(words[i], S());
+      x[2 * i] = two.x;
+      x[2 * i + 1] = two.y;
+    }
   }
 }
 
 template <typename S>
 __device__ __forceinline__ Piece<S> pack(const float (&x)[kVec<S>]) {
-  Piece<S> piece;
+  uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < kVec<S>; ++i) {
-    piece.x[i] = from_float<S>(x[i]);
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(S) == 4) {
+      words[i] = __float_as_uint(x[i]);
+    } else {
+      words[i] = pack_pair(x[2 * i], x[2 * i + 1], S());
+    }
   }
+  Piece<S> piece;
+  piece.raw = make_uint4(words[0], words[1], words[2], words[3]);
   return piece;
-}
-
-// Where a token's row lies in shared memory: inside every 16, rows four apart are neighbours. The
-// products read such rows at once (sdm_product.cuh).
-__device__ __forceinline__ int token_row_at(int i) {
-  return (i & ~15) | (i & 3) << 2 | (i >> 2 & 3);
 }
 
 // Token rows in shared memory. A lane's columns are cut into fours that lie 32 floats apart, so
@@ -255,13 +312,15 @@ __device__ __forceinline__ void store_token_columns(
       float4* p = reinterpret_cast<float4*>(static_cast<float*>(data) + offset);
 #pragma unroll
       for (int part = 0; part < kVec<S> / 4; ++part) {
-        p[part] = make_float4(x[part * 4], x[part * 4 + 1], x[part * 4 + 2], x[part * 4 + 3]);
+        __stcg(
+            p + part, make_float4(x[part * 4], x[part * 4 + 1], x[part * 4 + 2], x[part * 4 + 3])
+        );
       }
       return;
     }
     if constexpr (kVec<S> == 8) {
       uint4* p = reinterpret_cast<uint4*>(static_cast<__half*>(data) + offset);
-      *p = dtype == DType::kBf16 ? pack<__nv_bfloat16>(x).raw : pack<__half>(x).raw;
+      __stcg(p, dtype == DType::kBf16 ? pack<__nv_bfloat16>(x).raw : pack<__half>(x).raw);
       return;
     }
   }

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Where the backward finds the rows of the bank as they were at the start of a chunk.
+//!
+//! Every chunk keeps the rows that it writes as they were before. So a row at the start of chunk k
+//! is the one kept by the first chunk from k on that writes its slot, or that of the bank at the
+//! end. One pass over the chunks from last to first with a table of the rows kept so far tells
+//! which: 8 bytes a group to write and 4 in the table, instead of a copy of the bank that is taken
+//! back chunk by chunk, 2 KB a written row.
+//!
+//! A block owns a range of a stream's slots, so that blocks need not meet; the groups of a range
+//! are found by bisection, since both kinds of groups are sorted by slot.
+
+#include <algorithm>
+
+#include "sdm_kernels/sdm/cuda/sdm_sources.h"
+
+namespace sdm::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct SourcesParams {
+  SdmDims dims;
+  SdmWindow window;
+  const SdmSequence* sequences;
+  SdmRecords records;
+  SavedRowsLayout layout;
+  SdmSources sources;
+  int ranges;  // of a stream
+};
+
+// The first group in [begin, end) whose slot is at least `slot`.
+__device__ int lower_bound(const int4* groups, int begin, int end, int64_t slot) {
+  while (begin < end) {
+    const int middle = begin + (end - begin) / 2;
+    if (groups[middle].x < slot) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
+__global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
+    const __grid_constant__ SourcesParams p
+) {
+  const int64_t stream = blockIdx.x / p.ranges;
+  const int64_t range = blockIdx.x % p.ranges;
+  const int64_t head = stream % p.dims.H;
+  const int64_t n = stream / p.dims.H;
+  const SdmSequence& sequence = p.sequences[n];
+  const int64_t first_slot = p.dims.S * range / p.ranges;
+  const int64_t end_slot = p.dims.S * (range + 1) / p.ranges;
+  int* written = p.sources.written + stream * p.dims.S;
+  __shared__ int bounds[4];  // written groups, other groups
+  for (int64_t k = p.window.chunks - 1; k >= 0; --k) {
+    const int64_t chunk = p.window.first_chunk + k;
+    if (chunk >= sequence.num_chunks) {
+      continue;
+    }
+    const int64_t q = (n * p.window.chunks + k) * p.dims.H + head;
+    const int4* groups = p.records.group + q * p.records.n;
+    int2* rows = p.sources.row + q * p.records.n;
+    const int2 count = p.records.group_count[q];
+    if (threadIdx.x < 4) {
+      const bool other = threadIdx.x >= 2;
+      bounds[threadIdx.x] = lower_bound(
+          groups,
+          other ? count.x : 0,
+          other ? count.y : count.x,
+          threadIdx.x % 2 == 0 ? first_slot : end_slot
+      );
+    }
+    __syncthreads();  // bounds, and the table as the later chunk left it
+    for (int g = bounds[2] + static_cast<int>(threadIdx.x); g < bounds[3]; g += kThreads) {
+      const int slot = groups[g].x;
+      rows[g] = make_int2(slot, written[slot]);
+    }
+    const int64_t first_row = p.layout.replay ? (stream * p.window.chunks + k) * p.layout.reserved
+                                              : sequence.first_row + chunk * p.layout.reserved;
+    for (int g = bounds[0] + static_cast<int>(threadIdx.x); g < bounds[1]; g += kThreads) {
+      const int slot = groups[g].x;
+      const int row = static_cast<int>(first_row + g);
+      rows[g] = make_int2(slot, row);
+      written[slot] = row;  // its slot is in no other group of this chunk
+    }
+    __syncthreads();  // the table is complete; bounds are free
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_sdm_sources(
+    const SdmDims& dims,
+    const SdmSequence* sequences,
+    const SdmWindow& window,
+    const SdmRecords& records,
+    const SavedRowsLayout& layout,
+    const SdmSources& sources,
+    bool restart,
+    cudaStream_t stream
+) {
+  const int64_t streams = dims.N * dims.H;
+  const int64_t rows =
+      layout.replay ? streams * window.chunks * layout.reserved : layout.rows_per_head;
+  // small ranges fill the card with few streams, but leave each thread a group or two a chunk
+  const int64_t ranges = std::clamp<int64_t>(dims.S / (2 * kThreads), 1, 64);
+  if (rows > INT32_MAX || streams * ranges > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
+  if (restart) {
+    const size_t bytes = static_cast<size_t>(streams * dims.S) * sizeof(int);
+    const cudaError_t error = cudaMemsetAsync(sources.written, 0xff, bytes, stream);
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  const SourcesParams p{
+      dims, window, sequences, records, layout, sources, static_cast<int>(ranges)
+  };
+  sdm_sources_kernel<<<static_cast<unsigned>(streams * ranges), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace sdm::cuda
