@@ -11,6 +11,7 @@ has. The exit status is 1 if a section failed or did not end.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -55,7 +56,7 @@ class Session:
     def __init__(self, options):
         self.options = options
         self.start = time.monotonic()
-        self.logs = options.logs or Path(tempfile.mkdtemp(prefix="gpu-"))
+        self.logs = (options.logs or Path(tempfile.mkdtemp(prefix="gpu-"))).resolve()
         self.logs.mkdir(parents=True, exist_ok=True)
         self.report = {"machine": describe(torch.device("cuda")), "sections": {}}
         self.report["machine"]["nvcc"] = nvcc_version()
@@ -66,7 +67,7 @@ class Session:
 
     def run(self, name, command, limit, env=None):
         """Run a command with a limit; return (exit status or None if it was cut, its output)."""
-        limit = min(limit, self.left() - 5)
+        limit = min(limit, self.left() - 20)
         log = self.logs / f"{name}.log"
         if limit < 5:
             return None, "no time was left"
@@ -81,8 +82,7 @@ class Session:
                 status = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = None
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end(process)
         return status, log.read_text(errors="replace")
 
     def keep(self, name, ok, seconds, **facts):
@@ -94,6 +94,16 @@ class Session:
         self.report["seconds"] = round(time.monotonic() - self.start, 1)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(self.report, indent=1) + "\n")
+
+
+def end(process):
+    """End a process and its group; pytest gets a moment to say what has failed so far."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def default_out(facts):
@@ -148,7 +158,7 @@ def section_first(session):
 def section_times(session):
     start = time.monotonic()
     report = session.logs / "times.json"
-    limit = min(LIMITS["times"], session.left() - 5)
+    limit = min(LIMITS["times"], session.left() - 20)
     command = [sys.executable, BENCHMARKS / "measure.py", "--device", "cuda", "--out", report]
     command += ["--budget-seconds", f"{max(1.0, limit - 25):.0f}"]
     command += session.options.measure.split()
@@ -287,7 +297,7 @@ def main():
     for name in SECTION:
         if name not in options.sections:
             continue
-        if session.left() < 15:
+        if session.left() < 30:
             session.keep(name, False, 0, error="no time was left")
             continue
         SECTION[name](session)
