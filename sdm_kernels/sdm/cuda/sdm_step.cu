@@ -10,20 +10,19 @@ namespace {
 using cuda::SdmStepParams;
 using cuda::StepView;
 
-constexpr int kGroups = 16;
-
-// In bytes.
-bool fits_int32(const int64_t (&stride)[4]) {
-  return std::all_of(stride, stride + 4, [](int64_t x) {
-    return x >= INT32_MIN / 8 && x <= INT32_MAX / 8;
-  });
+// Whether distances in bytes fit: between tokens, and between the `count` elements of one.
+bool fits_int32(const int64_t (&stride)[4], int64_t count) {
+  constexpr int64_t kMost = INT32_MAX / 8;
+  return std::all_of(stride, stride + 4, [](int64_t x) { return x >= -kMost && x <= kMost; }) &&
+         std::abs(stride[3]) * count <= kMost;
 }
 
-bool fits_int32(const SdmTokens& tokens) {
-  return fits_int32(tokens.write_idx.stride) && fits_int32(tokens.read_idx.stride) &&
-         fits_int32(tokens.write_val.stride) && fits_int32(tokens.read_val.stride) &&
-         fits_int32(tokens.v.stride) && fits_int32(tokens.beta.stride) &&
-         fits_int32(tokens.g.stride);
+bool fits_int32(const SdmTokens& tokens, const SdmDims& dims) {
+  return fits_int32(tokens.write_idx.stride, dims.W) &&
+         fits_int32(tokens.read_idx.stride, dims.R) &&
+         fits_int32(tokens.write_val.stride, dims.W) &&
+         fits_int32(tokens.read_val.stride, dims.R) && fits_int32(tokens.v.stride, dims.D) &&
+         fits_int32(tokens.beta.stride, 1) && fits_int32(tokens.g.stride, dims.W);
 }
 
 template <typename Stride, typename View>
@@ -54,7 +53,7 @@ cudaError_t starts_early(bool* early) {
   return cudaSuccess;
 }
 
-template <typename S, typename Stride, bool kAligned, int kLanes, int kHeld>
+template <typename S, typename Stride, bool kAligned, int kLanes, bool kTwice, int kHeld>
 cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
   const SdmFwdParams& base = params.base;
   const SdmDims& dims = base.dims;
@@ -66,6 +65,7 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
       static_cast<int32_t>(dims.R),
       static_cast<int32_t>(dims.S),
       static_cast<int32_t>(dims.D),
+      cuda::step_table_bits(dims.W),
       0,
       0,
       static_cast<int32_t>(dims.H),
@@ -75,9 +75,9 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
       {base.bank.stride[0] * size, base.bank.stride[1] * size},
       static_cast<Stride>(base.bank.stride[2] * size),
       dims.gate_per_write,
-      params.pool,
+      static_cast<int32_t>(std::min<int64_t>(params.pool, INT32_MAX)),
       static_cast<const char*>(params.state_indices.data),
-      params.state_indices.is_int64 ? 4 : 0,
+      params.state_indices.data != nullptr && params.state_indices.is_int64 ? 4 : 0,
       step_view<Stride>(in.write_val),
       step_view<Stride>(in.read_val),
       step_view<Stride>(in.g),
@@ -85,8 +85,8 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
       step_view<Stride>(in.v),
       base.out
   };
-  const auto kernel = &cuda::sdm_step_kernel<S, Stride, kAligned, kGroups, kLanes, kHeld>;
-  const int64_t smem = cuda::step_smem<S, kGroups, kLanes>(dims.W, dims.R);
+  const auto kernel = &cuda::sdm_step_kernel<S, Stride, kAligned, kLanes, kTwice, kHeld>;
+  const int64_t smem = cuda::step_smem<S, kLanes, kTwice>(dims.W, dims.R);
   if (smem > 48 * 1024) {  // beyond what needs no permission
     SDM_RETURN_IF_ERROR(cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)
@@ -98,13 +98,13 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(cuda::StepShape<S, kGroups, kLanes>::kThreads);
+  config.blockDim = dim3(cuda::StepShape<S, kLanes, kTwice>::kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(smem);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
   constexpr int64_t kMost = 65535;  // of the grid's second and third dimension
-  const int64_t slices = ceil_div(dims.D, cuda::StepShape<S, kGroups, kLanes>::kColumns);
+  const int64_t slices = ceil_div(dims.D, cuda::StepShape<S, kLanes, kTwice>::kColumns);
   for (int64_t n = 0; n < dims.N; n += kMost) {
     for (int64_t head = 0; head < dims.H; head += kMost) {
       p.first_sequence = static_cast<int32_t>(n);
@@ -120,15 +120,12 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-// The widest slices that still give about every multiprocessor a block.
-cudaError_t choose_lanes(const SdmDims& dims, int64_t vec, int* lanes) {
-  int device = 0, processors = 0;
+// Blocks of slices of `lanes` lanes for every multiprocessor.
+cudaError_t blocks_each(const SdmDims& dims, int64_t vec, int64_t lanes, double* blocks) {
+  int device = 0, processors = 1;
   SDM_RETURN_IF_ERROR(cudaGetDevice(&device));
   SDM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const auto blocks = [&](int64_t width) {
-    return dims.N * dims.H * ceil_div(dims.D, width * vec);
-  };
-  *lanes = blocks(8) * 4 >= processors * 3 ? 8 : blocks(4) * 4 >= processors * 3 ? 4 : 2;
+  *blocks = static_cast<double>(dims.N * dims.H * ceil_div(dims.D, lanes * vec)) / processors;
   return cudaSuccess;
 }
 
@@ -145,23 +142,24 @@ cudaError_t launch_sdm_step(const SdmCudaFwdParams& params, cudaStream_t stream)
     return cudaErrorInvalidValue;
   }
   const bool usual = cuda::aligned_bank(base.bank, base.bank_dtype, dims.D) &&
-                     fits_int32(base.tokens) && base.bank.stride[2] <= INT32_MAX / 8;
-  int lanes = 8;
-  SDM_RETURN_IF_ERROR(choose_lanes(dims, 16 / element_size(base.bank_dtype), &lanes));
-  const bool few = std::max(dims.W, dims.R) <= 4 * kGroups;
+                     fits_int32(base.tokens, dims) && base.bank.stride[2] >= 0 &&
+                     base.bank.stride[2] <= INT32_MAX / 8;
+  double blocks = 0;
+  SDM_RETURN_IF_ERROR(blocks_each(dims, 16 / element_size(base.bank_dtype), 8, &blocks));
+  const bool few = std::max(dims.W, dims.R) <= 2 * cuda::kStepGroups;
   return cuda::dispatch_bank(base.bank_dtype, [&](auto* type) {
     using S = std::remove_pointer_t<decltype(type)>;
     if (!usual) {
-      return launch<S, int64_t, false, 8, 4>(params, stream);
+      return launch<S, int64_t, false, 8, false, 2>(params, stream);
     }
+    // narrow slices while there are too few blocks for the device, wide ones when it is full
     if (few) {
-      return lanes == 8   ? launch<S, int32_t, true, 8, 4>(params, stream)
-             : lanes == 4 ? launch<S, int32_t, true, 4, 4>(params, stream)
-                          : launch<S, int32_t, true, 2, 4>(params, stream);
+      return blocks < 0.75  ? launch<S, int32_t, true, 4, false, 2>(params, stream)
+             : blocks < 3.0 ? launch<S, int32_t, true, 8, false, 2>(params, stream)
+                            : launch<S, int32_t, true, 16, true, 2>(params, stream);
     }
-    return lanes == 8   ? launch<S, int32_t, true, 8, 8>(params, stream)
-           : lanes == 4 ? launch<S, int32_t, true, 4, 8>(params, stream)
-                        : launch<S, int32_t, true, 2, 8>(params, stream);
+    return blocks < 0.75 ? launch<S, int32_t, true, 4, false, 4>(params, stream)
+                         : launch<S, int32_t, true, 8, false, 4>(params, stream);
   });
 }
 

@@ -24,35 +24,39 @@
 
 namespace sdm::cuda {
 
+constexpr int kStepGroups = 32;
+
 // In the order in which a block needs it. Strides are in bytes.
 template <typename Stride>
 struct SdmStepParams {
   int32_t T, W, R, S, D;
+  int32_t table_bits;
   int32_t first_sequence, first_head, num_heads;
   StepView<Stride> write_idx, read_idx;
   char* bank;
   int64_t bank_stride[2];  // sequence, head
   Stride slot_stride;
   int32_t gate_per_write;
-  int64_t pool;
+  int32_t pool;
   const char* state_indices;  // null: sequence n uses bank row n
   int32_t state_high;         // as StepView::high
   StepView<Stride> write_val, read_val, g, beta, v;
   void* out;
 };
 
-template <typename S, int kGroups, int kLanes>
+// kTwice: a thread works for two groups instead of one, 16 apart.
+template <typename S, int kLanes, bool kTwice>
 struct StepShape {
-  static constexpr int kThreads = kGroups * kLanes;
+  static constexpr int kThreads = kStepGroups * kLanes / (kTwice ? 2 : 1);
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kColumns = kLanes * kVec<S>;
   static constexpr int kSums = 2 * kColumns;  // retrieval and reading
 };
 
-// Parts of the sums, delta, and {sum of overlaps}.
-template <typename S, int kGroups, int kLanes>
+// Parts of the sums, delta, {sum of overlaps, whether lanes share a slot}.
+template <typename S, int kLanes, bool kTwice>
 __host__ __device__ constexpr int64_t step_smem(int64_t W, int64_t R) {
-  using Shape = StepShape<S, kGroups, kLanes>;
+  using Shape = StepShape<S, kLanes, kTwice>;
   return (Shape::kWarps * Shape::kSums + Shape::kColumns + 4) * 4 + step_lane_bytes(W, R);
 }
 
@@ -184,70 +188,82 @@ __device__ __forceinline__ void store_like(const View& v, void* data, int64_t at
   }
 }
 
-// kHeld: rows of either kind that a lane keeps in registers; further ones are fetched twice.
-// Grid: slices, heads, sequences.
-template <typename S, typename Stride, bool kAligned, int kGroups, int kLanes, int kHeld>
-__global__ void __launch_bounds__(kGroups* kLanes) sdm_step_kernel(
+// Hides where a value comes from: what depends on it is computed where it stands in the code, not
+// before the first loads.
+template <typename T>
+__device__ __forceinline__ T here(T x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// kHeld: rows of either kind and group that a lane keeps in registers; further ones are fetched
+// twice. Grid: slices, heads, sequences.
+template <typename S, typename Stride, bool kAligned, int kLanes, bool kTwice, int kHeld>
+__global__ void __launch_bounds__(StepShape<S, kLanes, kTwice>::kThreads) sdm_step_kernel(
     const __grid_constant__ SdmStepParams<Stride> p
 ) {
-  using Shape = StepShape<S, kGroups, kLanes>;
+  using Shape = StepShape<S, kLanes, kTwice>;
   constexpr int kThreads = Shape::kThreads;
   constexpr int kColumns = Shape::kColumns;
   constexpr int V = kVec<S>;
+  constexpr int kSets = kTwice ? 2 : 1;  // groups of a thread
   // lanes of the token that a thread loads ahead
-  constexpr int kOwn = 2 * kHeld * kGroups > kThreads ? 2 * kHeld * kGroups / kThreads : 1;
+  constexpr int kOwn = 2 * kHeld * kStepGroups > kThreads ? 2 * kHeld * kStepGroups / kThreads : 1;
   extern __shared__ __align__(16) unsigned char step_memory[];
   float* s_parts = reinterpret_cast<float*>(step_memory);
   float* s_delta = s_parts + Shape::kWarps * Shape::kSums;
   float* s_overlap = s_delta + kColumns;
+  int* s_shared = reinterpret_cast<int*>(s_overlap + 1);
   const int W = p.W, R = p.R;
-  const StepLanes s = step_lanes(reinterpret_cast<unsigned char*>(s_overlap + 4), W, R);
+  const StepLanes s =
+      step_lanes(reinterpret_cast<unsigned char*>(s_overlap + 4), W, R, p.table_bits);
 
-  const int thread = static_cast<int>(threadIdx.x);
-  const int group = thread / kLanes;
-  const int n = p.first_sequence + static_cast<int>(blockIdx.z);
-  const int head = p.first_head + static_cast<int>(blockIdx.y);
-  const int first_column = static_cast<int>(blockIdx.x) * kColumns;
-  const int own_column = first_column + thread % kLanes * V;
-  const LaneColumns at{own_column, max(0, min(V, p.D - own_column))};
-  // the sum that this thread finishes: threads below kColumns a retrieval, the next ones a reading
-  const int sum_column = first_column + thread % kColumns;
-  const bool reads = thread >= kColumns;
-  const bool sums = thread < Shape::kSums && sum_column < p.D;
-
+  clear_table<kThreads>(s, p.table_bits);
+  if (threadIdx.x == 0) {
+    *s_shared = 0;
+  }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   // the next step's blocks may come and wait, as this one waits for all that was before it
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  RawId state{static_cast<unsigned>(n), 0};
-  if (p.state_indices != nullptr) {
-    state = load_id(p.state_indices + static_cast<int64_t>(n) * (p.state_high + 4), p.state_high);
-  }
 
 #pragma unroll 1
   for (int t = 0; t < p.T; ++t) {
-    // slots of the rows that the lane's group fetches: straight from memory, so that no barrier
+    const int thread = here(static_cast<int>(threadIdx.x));
+    const int n = here(p.first_sequence + static_cast<int>(blockIdx.z));
+    const int head = here(p.first_head + static_cast<int>(blockIdx.y));
+    // a thread's place among the groups: its lowest bit is the group's highest, as those two
+    // groups' sums are added first
+    const unsigned place = static_cast<unsigned>(thread) / kLanes;
+    const int group = static_cast<int>(kTwice ? place : place / 2 + place % 2 * 16);
+    const auto row_of = [&](int set, int u) { return group + set * 16 + u * kStepGroups; };
+
+    // slots of the rows that the lane's groups fetch: straight from memory, so that no barrier
     // stands before the rows
+    RawId write_id[kSets][kHeld], read_id[kSets][kHeld];
     const char* write_ids = p.write_idx.at(n, t, head);
     const char* read_ids = p.read_idx.at(n, t, head);
-    RawId write_id[kHeld], read_id[kHeld];
 #pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int a = group + u * kGroups;
-      write_id[u] = {~0u, ~0u};
-      if (a < W) {
-        write_id[u] = load_id(write_ids + p.write_idx.lane(a), p.write_idx.high);
+    for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        const int a = row_of(set, u);
+        write_id[set][u] = read_id[set][u] = {~0u, ~0u};
+        if (a < W) {
+          write_id[set][u] = load_id(write_ids + p.write_idx.lane(a), p.write_idx.high);
+        }
+        if (a < R) {
+          read_id[set][u] = load_id(read_ids + p.read_idx.lane(a), p.read_idx.high);
+        }
       }
     }
-#pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int b = group + u * kGroups;
-      read_id[u] = {~0u, ~0u};
-      if (b < R) {
-        read_id[u] = load_id(read_ids + p.read_idx.lane(b), p.read_idx.high);
-      }
+    RawId state{static_cast<unsigned>(n), 0};
+    if (p.state_indices != nullptr) {
+      state = load_id(p.state_indices + static_cast<int64_t>(n) * (p.state_high + 4), p.state_high);
     }
+    // the table is empty, the last token's rows are stored, and the loads below stay below
+    __syncthreads();
     // what is needed later, one lane of the token a thread
     RawId own_id[kOwn];
     RawFloat own_weight[kOwn], own_gate[kOwn];
@@ -256,7 +272,7 @@ __global__ void __launch_bounds__(kGroups* kLanes) sdm_step_kernel(
       const int lane = write ? x : x - W;
       const StepView<Stride>& ids = write ? p.write_idx : p.read_idx;
       const StepView<Stride>& values = write ? p.write_val : p.read_val;
-      *id = load_id(ids.at(n, t, head) + ids.lane(lane), ids.high);
+      *id = load_id((write ? write_ids : read_ids) + ids.lane(lane), ids.high);
       *weight = load_raw(values.at(n, t, head) + values.lane(lane), values.high);
       // a read lane takes the token's first gate and makes no use of it
       *gate =
@@ -264,56 +280,78 @@ __global__ void __launch_bounds__(kGroups* kLanes) sdm_step_kernel(
     };
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
+      own_id[j] = {~0u, ~0u};
+      own_weight[j] = own_gate[j] = {0, 0};
       const int x = thread + j * kThreads;
       if (x < W + R) {
         load_own(x, &own_id[j], &own_weight[j], &own_gate[j]);
       }
     }
+    // the sum that this thread finishes: threads below kColumns a retrieval, the next a reading
+    const int first_column = static_cast<int>(blockIdx.x) * kColumns;
+    const int sum_column = first_column + thread % kColumns;
+    const bool reads = thread >= kColumns;
+    const bool sums = thread < Shape::kSums && sum_column < p.D;
     const RawFloat raw_beta = load_raw(p.beta.at(n, t, head), p.beta.high);
     RawFloat raw_v{0, 0};
     if (sums && !reads) {
       raw_v = load_raw(p.v.at(n, t, head) + p.v.lane(sum_column), p.v.high);
     }
-    const int64_t out_at =
-        ((static_cast<int64_t>(n) * p.T + t) * p.num_heads + head) * p.D + sum_column;
-    const int64_t bank_row =
-        p.state_high != 0 || p.state_indices == nullptr
-            ? static_cast<int64_t>(static_cast<uint64_t>(state.high) << 32 | state.low)
-            : static_cast<int>(state.low);
-    if (bank_row < 0 || bank_row >= p.pool) {
+    const auto out_at = [&]() {
+      return ((static_cast<int64_t>(here(n)) * p.T + t) * p.num_heads + head) * p.D + sum_column;
+    };
+    const int bank_row = id_below(state, p.state_high, p.pool);
+    if (bank_row < 0) {
       if (sums && reads) {
-        store_like(p.v, p.out, out_at, 0.0f);
+        store_like(p.v, p.out, out_at(), 0.0f);
       }
       continue;
     }
 
     char* bank = p.bank + bank_row * p.bank_stride[0] + head * p.bank_stride[1];
     const auto row_at = [&](int slot) {
-      return reinterpret_cast<S*>(bank + static_cast<int64_t>(slot) * p.slot_stride);
-    };
-    uint4 write_row[kHeld] = {}, read_row[kHeld] = {};
-    int write_slot[kHeld];
-#pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      write_slot[u] = slot_of_id(write_id[u], p.write_idx.high, p.S);
-      load_row_if<S, kAligned>(
-          write_slot[u] >= 0, row_at(max(write_slot[u], 0)), at, &write_row[u]
+      using Unsigned = std::make_unsigned_t<Stride>;  // one instruction for 32 bits
+      return reinterpret_cast<S*>(
+          bank +
+          static_cast<uint64_t>(static_cast<unsigned>(slot)) * static_cast<Unsigned>(p.slot_stride)
       );
+    };
+    const int own_column = first_column + thread % kLanes * V;
+    const LaneColumns at{own_column, max(0, min(V, p.D - own_column))};
+    uint4 write_row[kSets][kHeld] = {}, read_row[kSets][kHeld] = {};
+    int write_slot[kSets][kHeld];
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        const int slot = id_below(write_id[set][u], p.write_idx.high, p.S);
+        write_slot[set][u] = slot;
+        load_row_if<S, kAligned>(slot >= 0, row_at(max(slot, 0)), at, &write_row[set][u]);
+      }
     }
 #pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int slot = slot_of_id(read_id[u], p.read_idx.high, p.S);
-      load_row_if<S, kAligned>(slot >= 0, row_at(max(slot, 0)), at, &read_row[u]);
+    for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        const int slot = id_below(read_id[set][u], p.read_idx.high, p.S);
+        load_row_if<S, kAligned>(slot >= 0, row_at(max(slot, 0)), at, &read_row[set][u]);
+      }
     }
 
     // while the rows come
     const auto share_own =
         [&](int x, const RawId& id, const RawFloat& weight, const RawFloat& gate) {
           const bool write = x < W;
-          const int slot = slot_of_id(id, write ? p.write_idx.high : p.read_idx.high, p.S);
+          const int slot = id_below(id, write ? p.write_idx.high : p.read_idx.high, p.S);
           if (write) {
+            const float k = slot >= 0 ? raw_value(p.write_val, weight) : 0.0f;
+            const float decay = slot >= 0 ? expf(raw_value(p.g, gate)) : 0.0f;
             s.write_slot[x] = slot;
-            s.gate[x] = make_float2(raw_value(p.write_val, weight), expf(raw_value(p.g, gate)));
+            s.gate[x] = make_float2(k, decay);
+            s.write[x] = make_float4(k * decay, decay, k, slot >= 0 ? 1.0f : 0.0f);
+            if (slot >= 0 && !insert_lane(s, p.table_bits, slot, x)) {
+              *s_shared = 1;
+            }
           } else {
             s.read_slot[x - W] = slot;
             s.read[x - W] = raw_value(p.read_val, weight);
@@ -333,24 +371,18 @@ __global__ void __launch_bounds__(kGroups* kLanes) sdm_step_kernel(
       load_own(x, &id, &weight, &gate);
       share_own(x, id, weight, gate);
     }
-    if (thread < (W + 3) / 4 * 4 - W) {
-      s.write_slot[W + thread] = -1;
-    }
-    __syncthreads();  // all lanes are there
-    bool ascending = false;
-    if (W > kStepCompared) {
-      bool ascends = true;
-#pragma unroll 1
-      for (int a = thread; a < W; a += kThreads) {
-        ascends =
-            ascends && s.write_slot[a] >= 0 && (a == 0 || s.write_slot[a - 1] < s.write_slot[a]);
-      }
-      ascending = __syncthreads_and(ascends);
-    }
+    __syncthreads();  // all lanes are there, and in the table
     bool overlaps = false;
+    if (*s_shared == 0) {
 #pragma unroll 1
-    for (int x = thread; x < W + R; x += kThreads) {
-      overlaps = finish_lane(s, W, x, ascending) || overlaps;
+      for (int b = thread; b < R; b += kThreads) {
+        overlaps = finish_read(s, p.table_bits, b) || overlaps;
+      }
+    } else {
+#pragma unroll 1
+      for (int x = thread; x < W + R; x += kThreads) {
+        overlaps = finish_shared(s, W, x) || overlaps;
+      }
     }
     const bool overlapped = __syncthreads_or(overlaps);  // the lanes are complete
     if (overlapped && thread < 32) {
@@ -360,41 +392,50 @@ __global__ void __launch_bounds__(kGroups* kLanes) sdm_step_kernel(
       }
     }
 
-    float sum[2 * V] = {};
-    const auto add_row = [&](const uint4& row, float weight, int first) {
+    float sum[kSets][2 * V] = {};
+    const auto add_row = [&](const uint4& row, float weight, float* to) {
       float x[V];
       unpack_raw<S>(row, x);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        sum[first + i] = fmaf(weight, x[i], sum[first + i]);
+        to[i] = fmaf(weight, x[i], to[i]);
       }
     };
 #pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int a = group + u * kGroups;
-      add_row(write_row[u], a < W ? s.write[min(a, W - 1)].x : 0.0f, 0);
-    }
-#pragma unroll 1
-    for (int a = group + kHeld * kGroups; a < W; a += kGroups) {
-      if (s.write_slot[a] >= 0) {
-        add_row(load_raw_row<S, kAligned>(row_at(s.write_slot[a]), at), s.write[a].x, 0);
-      }
-    }
+    for (int set = 0; set < kSets; ++set) {
 #pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int b = group + u * kGroups;
-      add_row(read_row[u], b < R ? s.read[min(b, R - 1)] : 0.0f, V);
-    }
+      for (int u = 0; u < kHeld; ++u) {
+        const int a = row_of(set, u);
+        add_row(write_row[set][u], a < W ? s.write[min(a, W - 1)].x : 0.0f, sum[set]);
+      }
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        const int b = row_of(set, u);
+        add_row(read_row[set][u], b < R ? s.read[min(b, R - 1)] : 0.0f, sum[set] + V);
+      }
 #pragma unroll 1
-    for (int b = group + kHeld * kGroups; b < R; b += kGroups) {
-      if (s.read_slot[b] >= 0) {
-        add_row(load_raw_row<S, kAligned>(row_at(s.read_slot[b]), at), s.read[b], V);
+      for (int a = row_of(set, kHeld); a < W; a += kStepGroups) {
+        if (s.write_slot[a] >= 0) {
+          add_row(load_raw_row<S, kAligned>(row_at(s.write_slot[a]), at), s.write[a].x, sum[set]);
+        }
+      }
+#pragma unroll 1
+      for (int b = row_of(set, kHeld); b < R; b += kStepGroups) {
+        if (s.read_slot[b] >= 0) {
+          add_row(load_raw_row<S, kAligned>(row_at(s.read_slot[b]), at), s.read[b], sum[set] + V);
+        }
       }
     }
-    const int left = add_groups<kLanes, 2 * V>(sum);
+    if constexpr (kTwice) {
+#pragma unroll
+      for (int i = 0; i < 2 * V; ++i) {
+        sum[0][i] += sum[1][i];
+      }
+    }
+    const int left = add_groups<kLanes, 2 * V>(sum[0]);
     store_floats<step_sums_left(kLanes, 2 * V)>(
         s_parts + thread / 32 * Shape::kSums + left / V * kColumns + thread % kLanes * V + left % V,
-        sum
+        sum[0]
     );
     __syncthreads();  // the parts are there, and every reader has the old rows it wants
     float total = 0.0f;
@@ -426,30 +467,38 @@ __global__ void __launch_bounds__(kGroups* kLanes) sdm_step_kernel(
       return pack_raw<S>(x);
     };
 #pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int a = group + u * kGroups;
-      const float4 lane = s.write[min(a, W - 1)];
-      const uint4 row = new_row(write_row[u], lane);
-      if (a < W && lane.w != 0.0f) {
-        store_raw_row<S, kAligned>(row_at(write_slot[u]), at, row);
+    for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        const int a = row_of(set, u);
+        const float4 lane = s.write[min(a, W - 1)];
+        const uint4 row = new_row(write_row[set][u], lane);
+        if (a < W && lane.w != 0.0f) {
+          store_raw_row<S, kAligned>(row_at(write_slot[set][u]), at, row);
+        }
       }
-    }
 #pragma unroll 1
-    for (int a = group + kHeld * kGroups; a < W; a += kGroups) {
-      if (s.write[a].w != 0.0f) {
-        S* row = row_at(s.write_slot[a]);
-        store_raw_row<S, kAligned>(
-            row, at, new_row(load_raw_row<S, kAligned>(row, at), s.write[a])
-        );
+      for (int a = row_of(set, kHeld); a < W; a += kStepGroups) {
+        if (s.write[a].w != 0.0f) {
+          S* row = row_at(s.write_slot[a]);
+          store_raw_row<S, kAligned>(
+              row, at, new_row(load_raw_row<S, kAligned>(row, at), s.write[a])
+          );
+        }
       }
     }
     if (sums && reads) {
       if (overlapped) {
         total = fmaf(*s_overlap, s_delta[thread - kColumns], total);
       }
-      store_like(p.v, p.out, out_at, total);
+      store_like(p.v, p.out, out_at(), total);
     }
-    __syncthreads();  // the rows are stored, the lanes no longer needed
+    if (t + 1 < p.T) {
+      clear_table<kThreads>(s, p.table_bits);
+      if (thread == 0) {
+        *s_shared = 0;
+      }
+    }
   }
 }
 
