@@ -397,6 +397,22 @@ std::vector<Case> all_cases() {
   c.v_first = true;
   c.pad = 0;
   add("packed, int64 offsets", c);
+  // So many heads that a window holds few chunks.
+  c = base;
+  c.T = 330;
+  c.H = 50;
+  c.HV = 100;
+  c.K = 64;
+  c.V = 64;
+  add("two windows", c);
+  c.lengths = {65, 0, 1, 140, 0, 124};
+  add("packed, three windows", c);
+  c.lengths.clear();
+  c.B = 5;
+  c.T = 200;
+  c.H = 60;
+  c.HV = 60;
+  add("two groups of two windows", c);
   return cases;
 }
 

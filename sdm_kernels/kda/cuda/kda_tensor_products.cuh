@@ -72,57 +72,15 @@ __device__ __forceinline__ void multiply_64(
   );
 }
 
-__device__ __forceinline__ void multiply_48(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
-      : KDA_TILE(c, 2),
-        KDA_TILE(c, 3),
-        KDA_TILE(c, 4),
-        KDA_TILE(c, 5),
-        KDA_TILE(c, 6),
-        KDA_TILE(c, 7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-  );
-}
-
-__device__ __forceinline__ void multiply_32(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-      : KDA_TILE(c, 4), KDA_TILE(c, 5), KDA_TILE(c, 6), KDA_TILE(c, 7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-  );
-}
-
-__device__ __forceinline__ void multiply_16(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-      : KDA_TILE(c, 6), KDA_TILE(c, 7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-  );
-}
-
 #undef KDA_TILE
 
-// b[k][n] = panel[n][16 kStep + k], of n only 16 kFirst and more.
+// b[k][n] = panel[n][16 kStep + k]. Where n < 16 kFirst that is zero: this way multiplies all of
+// it, because accumulators that are used in parts cannot stay where the instruction wants them.
 template <int kStep, int kFirst = 0>
 __device__ __forceinline__ void add_product(
     float (&c)[8][4], const uint32_t (&a)[4], uint32_t panel
 ) {
-  const uint64_t b = matrix_descriptor(panel + kFirst * 2048 + kStep * 32);
-  if constexpr (kFirst == 0) {
-    multiply_64<0, 0>(c, a, b);
-  } else if constexpr (kFirst == 1) {
-    multiply_48(c, a, b);
-  } else if constexpr (kFirst == 2) {
-    multiply_32(c, a, b);
-  } else {
-    multiply_16(c, a, b);
-  }
+  multiply_64<0, 0>(c, a, matrix_descriptor(panel + kStep * 32));
 }
 
 // b[k][n] = panel[16 kStep + k][n]; c is tiles kTile to kTile + 7.
