@@ -39,7 +39,7 @@ struct StepState {
   }
 
   __device__ __forceinline__ int key(int m) const {
-    return kColumnsLast ? part + kStepParts * m : 4 * (part + kStepParts * (m / 4)) + m % 4;
+    return 4 * (part + kStepParts * (m / 4)) + m % 4;
   }
 
   // Element e of run r.
@@ -187,7 +187,10 @@ __device__ __forceinline__ void load_step_token(
   );
 }
 
-// Sums over the keys of x[0..3] and y[0..3], which each part has for its columns.
+static_assert(kWarps == 4 && kStepParts == 16);
+
+// Sums over the keys of x[0..3] and y[0..3], which each part has for its columns. Parts are added
+// in pairs, pairs of pairs and so on: the bits do not depend on the layout of the state.
 template <bool kColumnsLast>
 __device__ __forceinline__ void sum_parts(
     float (*sums)[2][kStepColumns], int column, float (&x)[4], float (&y)[4]
@@ -203,7 +206,7 @@ __device__ __forceinline__ void sum_parts(
       y[b] += __shfl_xor_sync(kAllLanes, y[b], step);
     }
   }
-  if constexpr (!kColumnsLast) {
+  if (!kColumnsLast) {
     return;
   }
   if (lane < 8) {
@@ -213,12 +216,9 @@ __device__ __forceinline__ void sum_parts(
   __syncthreads();  // all warps' sums are there
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    x[b] = y[b] = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      x[b] += sums[w][0][column + b];
-      y[b] += sums[w][1][column + b];
-    }
+    const int c = column + b;
+    x[b] = (sums[0][0][c] + sums[1][0][c]) + (sums[2][0][c] + sums[3][0][c]);
+    y[b] = (sums[0][1][c] + sums[1][1][c]) + (sums[2][1][c] + sums[3][1][c]);
   }
 }
 
