@@ -154,7 +154,7 @@ def build(root, *arguments):
 
 def compiled(text):
     """The sources of the tree that were compiled; what the tool adds is not among them."""
-    found = re.findall(r"(?:CXX|NVCC) (\S+)", text)
+    found = re.findall(r"(?:CXX|NVCC|CLANG) (\S+)", text)
     return [source for source in found if not source.startswith("tools/")]
 
 
@@ -317,6 +317,25 @@ def test_toolkit_of_a_version(tmp_path, monkeypatch):
     (home / "clang" / "bin" / "clang").touch()
     cuda = toolchain.find_cuda_of(tmp_path, "12.8")
     assert cuda == toolchain.Cuda(home, "12.8") and cuda.clang is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["12.6", "12.8", "13.0"])
+def test_variant_of_a_fetched_toolkit(tmp_path, version):
+    home = toolchain.fetched_toolkit(ROOT, version)
+    if not home.exists():
+        pytest.skip("tools/fetch_toolkit.py has not been run")
+    root = make_tree(tmp_path / "tree")
+    link = toolchain.fetched_toolkit(root, version)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(home)
+    text, variant = build(root, "--cuda", version, "--arch", "9.0")
+    assert re.fullmatch(
+        rf"torch-stable-abi211-cu{version.replace('.', '')}-\w+-linux", variant.name
+    )
+    (library,) = variant.glob("*.so")
+    assert f"libcudart.so.{version.split('.')[0]}" in binary.needed(library)
+    assert binary.cards(library) == {frozenset({"90"})}
 
 
 def test_cards_that_a_toolkit_is_too_old_for(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in the package: its names, its metadata, its ops, and the symbols of its library."""
 
+import ast
 import json
 import os
 import platform
@@ -140,6 +141,11 @@ def test_package_imports_only_torch_and_itself():
     for path in build_config.load(ROOT).python_files():
         check_tree.check_package_module(path.name, path.read_text(), problems)
     assert problems == []
+
+
+def test_package_is_of_python_3_9():
+    for path in build_config.load(ROOT).python_files():
+        ast.parse(path.read_text(), path.name, feature_version=(3, 9))
 
 
 def test_ops_are_all_in_the_namespace_of_the_build(metadata):
