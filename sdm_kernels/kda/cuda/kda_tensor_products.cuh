@@ -41,6 +41,28 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kRunning) : "memory");
 }
 
+template <int kRows>
+__device__ __forceinline__ void settle(float (&x)[kRows][4]) {
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm volatile("" : "+f"(x[n][i])::"memory");
+    }
+  }
+}
+
+template <int kRows>
+__device__ __forceinline__ void settle(uint32_t (&x)[kRows][4]) {
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm volatile("" : "+r"(x[n][i])::"memory");
+    }
+  }
+}
+
 // Descriptor of a matrix with the 128-byte swizzle whose groups of 8 rows of 128 bytes follow each
 // other: the stride between groups is 1024 bytes, and no other stride is used for 64 columns.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
@@ -101,6 +123,9 @@ __device__ __forceinline__ void end_products() {}
 
 template <int kRunning>
 __device__ __forceinline__ void wait_products() {}
+
+template <typename T, int kRows>
+__device__ __forceinline__ void settle(T (&)[kRows][4]) {}
 
 template <int kStep, int kFirst = 0>
 __device__ __forceinline__ void add_product(

@@ -155,13 +155,14 @@ __device__ __forceinline__ void load_values(
   const uint16_t* from = static_cast<const uint16_t*>(args.v.data) + offset +
                          lane / 4 * args.v.stride[1] + lane % 4 * 4;
   const int left = rows - lane / 4;
+  const int64_t step = 8 * args.v.stride[1];
   if (args.whole_v) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       v[n][0] = 0;
       v[n][1] = 0;
       if (8 * n < left) {
-        load_pairs<2>(v[n], from + 8 * n * args.v.stride[1], true);
+        load_pairs<2>(v[n], from + n * step, true);
       }
     }
   } else {
@@ -170,8 +171,22 @@ __device__ __forceinline__ void load_values(
       v[n][0] = 0;
       v[n][1] = 0;
       if (8 * n < left) {
-        load_pairs<2>(v[n], from + 8 * n * args.v.stride[1], false);
+        load_pairs<2>(v[n], from + n * step, false);
       }
+    }
+  }
+}
+
+template <typename Element, int kK>
+__device__ __forceinline__ void load_initial(
+    ScanState<kK>& state, const KdaStateView& initial, int64_t row, int64_t hv, int64_t column0
+) {
+  const Element* from = static_cast<const Element*>(initial.data);
+#pragma unroll
+  for (int n = 0; n < kK / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      state.s[n][i] = to_f32(from[ScanState<kK>::offset(initial.stride, row, hv, column0, n, i)]);
     }
   }
 }
@@ -270,22 +285,18 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
         state.s[n][i] = from[(n * 4 + i) * 32];
       }
     }
-  } else {
+  } else if (args.initial.data == nullptr) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        state.s[n][i] = args.initial.data != nullptr
-                            ? load_float(
-                                  args.initial.data,
-                                  args.initial.dtype,
-                                  ScanState<kK>::offset(
-                                      args.initial.stride, span.sequence.index, hv, column0, n, i
-                                  )
-                              )
-                            : 0.0f;
+        state.s[n][i] = 0.0f;
       }
     }
+  } else if (args.initial.dtype == DType::kF32) {
+    load_initial<float>(state, args.initial, span.sequence.index, hv, column0);
+  } else {
+    load_initial<Bf16>(state, args.initial, span.sequence.index, hv, column0);
   }
 
   const int64_t v_offset = span.sequence.batch * args.v.stride[0] +
@@ -316,7 +327,7 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
     }
   };
 
-  float o[8][4];
+  float o[8][4] = {};
   float o_low = 1.0f, o_high = 1.0f;  // factors of the output that is being made
   int slot = 0;                       // of the half at hand
   for (int64_t chunk = span.first; chunk < span.last; ++chunk) {
@@ -357,7 +368,11 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
     wait_copies<1>();
     copies_are_visible();
     __syncthreads();
+    wait_products<0>();
+    settle(o);
     const uint32_t first = ring + slot * Shared::kSlot;
+    settle(e);
+    settle(s_operand);
     begin_products();
 #pragma unroll
     for (int p = 0; p < kK / 64; ++p) {
@@ -365,7 +380,6 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
     }
     end_products();
     if (chunk > span.first) {
-      wait_products<1>();
       store_out(o, chunk - 1, o_low, o_high);
     }
     // Every warp is done with the second half of the chunk before: the next first half goes there.
@@ -382,6 +396,7 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
     }
     o_low = args.scale * state.low.inverse;
     o_high = args.scale * state.high.inverse;
+    settle(o);
     begin_products();
 #pragma unroll
     for (int p = 0; p < kK / 64; ++p) {
@@ -403,6 +418,7 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
     const float2* gamma =
         reinterpret_cast<const float2*>(memory + Record::kGamma - Record::kInverse) + t;
     wait_products<1>();
+    settle(e);
     uint32_t operand[4][4];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -423,6 +439,8 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
         e[n][i] = 0.0f;
       }
     }
+    settle(e);
+    settle(operand);
     begin_products();
     add_triangular_product(e, operand, second);
     end_products();
@@ -435,10 +453,14 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
       state.s[n][3] *= x.y;
     }
     wait_products<0>();
+    settle(e);
+    settle(o);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       pack_operand(operand[k], e[2 * k], e[2 * k + 1]);
     }
+    settle(operand);
+    settle(state.s);
     begin_products();
     add_panel_rows_product<0>(state.s, operand, second + Record::kKr - Record::kInverse);
     if constexpr (kK == 128) {
@@ -454,10 +476,12 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
     __syncthreads();
     fetch(half + 3, slot == 0 ? 2 : slot - 1);
     wait_products<1>();
+    settle(state.s);
     slot = slot == 2 ? 0 : slot + 1;
   }
+  wait_products<0>();
+  settle(o);
   if (chunks > 0) {
-    wait_products<0>();
     store_out(o, span.last - 1, o_low, o_high);
   }
 
