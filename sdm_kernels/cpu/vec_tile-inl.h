@@ -9,8 +9,11 @@
 namespace sdm {
 namespace SDM_ISA {
 
-// A loop over registers.
-#if defined(__clang__)
+// A loop over registers. The plain copy has none to name, and its lanes are loops of their own.
+#undef SDM_UNROLL_TILE
+#if !(SDM_ISA_IS_AVX512 || SDM_ISA_IS_AVX2)
+#define SDM_UNROLL_TILE
+#elif defined(__clang__)
 #define SDM_UNROLL_TILE _Pragma("clang loop unroll(full)")
 #else
 #define SDM_UNROLL_TILE _Pragma("GCC unroll 16")

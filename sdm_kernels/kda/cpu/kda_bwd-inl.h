@@ -112,6 +112,9 @@ struct BwdWalk {
     return unit.d_keys + (r * shape.segment_blocks + b) * 2 * kBlock * Kp;
   }
 
+  // The block as far into the segment before; negative: there is none.
+  int64_t earlier_segment(int64_t block) const { return block - shape.segment_blocks; }
+
   Acc* sums(int64_t r, int64_t b) const {
     return unit.sums + (r * shape.segment_blocks + b) * 2 * Kp;
   }
@@ -155,6 +158,10 @@ void replay_group(
         );
       }
     }
+    const int64_t next_replayed = block + 1 < end ? block + 1 : w.earlier_segment(begin);
+    if (next_replayed >= 0) {
+      prefetch_panel<Acc>(w.p.tokens.v, w.grid.place(next_replayed), w.head(r), panel, dims.V);
+    }
     Acc* next = block + 1 < end ? w.panel(h, b + 1, panel).state : nullptr;
     replay_block(w.p, place, w.head(r), panel, w.block(h, b).keys, x, v, next);
   }
@@ -180,6 +187,9 @@ void reverse_panel(
   }
   for (int64_t block = end - 1; block >= begin; --block) {
     const int64_t b = block - segment_begin;
+    if (block > 0) {
+      prefetch_panel<Acc>(w.p.d_out, w.grid.place(block - 1), w.head(r), panel, dims.V);
+    }
     reverse_block(
         w.p,
         w.grid.place(block),
@@ -194,6 +204,21 @@ void reverse_panel(
   }
   if (begin == 0) {
     store_state_panel(w.d_state(r, -1, panel), w.p.d_initial, n, w.head(r), panel, dims.K, dims.V);
+  }
+}
+
+// Fetches the rows that the last stage and, with its last head, finish_keys() will write.
+template <typename Acc>
+SDM_INLINE void prefetch_outputs(const BwdWalk<Acc>& w, const BlockPlace& place, int64_t r) {
+  const KdaDims& dims = w.p.dims;
+  const int64_t n = place.num_tokens;
+  const KdaView d_g = output_view(w.p.d_g, w.p.tokens.g.dtype, dims, dims.HV, dims.K);
+  prefetch_rows(d_g, place.batch, place.token, w.head(r), n, 0, dims.K);
+  if (r + 1 == w.all) {
+    const KdaView d_q = output_view(w.p.d_q, w.p.tokens.q.dtype, dims, dims.H, dims.K);
+    const KdaView d_k = output_view(w.p.d_k, w.p.tokens.k.dtype, dims, dims.H, dims.K);
+    prefetch_rows(d_q, place.batch, place.token, w.key_head, n, 0, dims.K);
+    prefetch_rows(d_k, place.batch, place.token, w.key_head, n, 0, dims.K);
   }
 }
 
@@ -214,6 +239,7 @@ void finish_block(
     return static_cast<const Acc*>(w.d_state(r, block, panel));
   };
   const auto panels = [&](int64_t panel) { return w.panel(h, b, panel); };
+  prefetch_outputs(w, place, r);
   const Acc* gamma = record.keys.gamma;
   const Acc scale = static_cast<Acc>(w.p.options.scale);
   state_products(w.Kp, w.panels, gamma, scale, d_end, panels, s);
@@ -283,6 +309,12 @@ void backward_segment(
     cpu::for_each_item(parallel, heads * blocks, [&](int64_t worker, int64_t item) {
       const int64_t h = item / blocks;
       const int64_t b = item % blocks;
+      const int64_t ahead = b + parallel.num_threads;
+      const int64_t next =
+          ahead < blocks ? begin + ahead : w.earlier_segment(begin + ahead - blocks);
+      if (next >= 0) {
+        prefetch_tokens(w.p.dims, w.p.tokens, w.grid.place(next), w.head(first + h));
+      }
       prepare_backward(
           w.p, w.grid.place(begin + b), w.head(first + h), w.block(h, b), w.scratch[worker].scan.y
       );

@@ -180,6 +180,8 @@ void reverse_block(
 ) {
   const KdaDims& dims = p.dims;
   const int64_t Kp = round_up(dims.K, kTile);
+  const KdaView d_v = output_view(p.d_v, p.tokens.v.dtype, dims, dims.HV, dims.V);
+  prefetch_panel<Acc>(d_v, place, head, panel, dims.V);
   load_panel_rows(
       p.d_out, place.batch, place.token, head, place.num_tokens, panel, dims.V, x.d_rows
   );

@@ -119,6 +119,10 @@ void forward_block(
   const KdaDims& dims = call.dims;
   const int64_t Kp = round_up(dims.K, kTile);
   const int64_t rows = call.out != nullptr ? 2 * kBlock : kBlock;
+  if (call.out != nullptr) {
+    const KdaView out = output_view(call.out, call.tokens.q.dtype, dims, dims.HV, dims.V);
+    prefetch_panel<Acc>(out, place, head, panel, dims.V);
+  }
   load_panel_rows(
       call.tokens.v, place.batch, place.token, head, place.num_tokens, panel, dims.V, s.v
   );
@@ -181,6 +185,9 @@ void forward_panel(
           sizeof(Acc) * static_cast<size_t>(panel_elements)
       );
     }
+    if (block + 1 < grid.num_blocks) {
+      prefetch_panel<Acc>(call.tokens.v, grid.place(block + 1), head, panel, dims.V);
+    }
     const BlockKeys<Acc> block_keys =
         keys_at(const_cast<Acc*>(keys) + (block - begin) * keys_elements<Acc>(Kp), Kp);
     forward_block(call, place, head, panel, block_keys, s, state);
@@ -219,6 +226,10 @@ void forward_unit(
         const int64_t h = item / blocks;
         const int64_t b = item % blocks;
         const BlockKeys<Acc> keys = keys_at(unit.keys + (h * shape.window + b) * size, Kp);
+        const int64_t next = begin + b + parallel.num_threads;
+        if (next < grid.num_blocks) {
+          prefetch_tokens(dims, call.tokens, grid.place(next), head + h);
+        }
         prepare_forward(call, grid.place(begin + b), head + h, scratch[worker], keys);
       });
       cpu::for_each_item(parallel, count * panels, [&](int64_t worker, int64_t item) {

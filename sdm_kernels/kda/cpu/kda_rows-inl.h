@@ -129,6 +129,33 @@ SDM_INLINE int64_t offset_of(const KdaView& view, int64_t batch, int64_t token, 
   return batch * view.stride[0] + token * view.stride[1] + head * view.stride[2];
 }
 
+// Columns [begin, begin + width) of n tokens into the second-level cache: a token's row lies in a
+// page of its own where there are many heads, and no hardware looks that far ahead.
+SDM_INLINE void prefetch_rows(
+    const KdaView& view,
+    int64_t batch,
+    int64_t token,
+    int64_t head,
+    int64_t n,
+    int64_t begin,
+    int64_t width
+) {
+  const int64_t size = element_size(view.dtype);
+  for (int64_t i = 0; i < n; ++i) {
+    const char* row = static_cast<const char*>(view.data) +
+                      (offset_of(view, batch, token + i, head) + begin) * size;
+    for (int64_t at = 0; at < width * size; at += 64) {
+      __builtin_prefetch(row + at, 0, 2);
+    }
+  }
+}
+
+// A contiguous output [B, T, heads, columns] as a view, to fetch its lines before they are written.
+SDM_INLINE KdaView
+output_view(const void* data, DType dtype, const KdaDims& dims, int64_t heads, int64_t columns) {
+  return {data, dtype, {dims.T * heads * columns, heads * columns, columns, 1}};
+}
+
 // The part of panel `panel` in rows of V columns.
 template <typename Acc>
 SDM_INLINE int64_t panel_width(int64_t panel, int64_t V) {

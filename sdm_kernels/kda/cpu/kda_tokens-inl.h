@@ -144,6 +144,33 @@ void load_tokens(
   activate_beta(options.beta, place.num_tokens, t.beta);
 }
 
+// Fetches what load_tokens() will read.
+SDM_INLINE void prefetch_tokens(
+    const KdaDims& dims, const KdaTokens& tokens, const BlockPlace& place, int64_t head
+) {
+  const int64_t n = place.num_tokens;
+  const int64_t key_head = head / (dims.HV / dims.H);
+  prefetch_rows(tokens.q, place.batch, place.token, key_head, n, 0, dims.K);
+  prefetch_rows(tokens.k, place.batch, place.token, key_head, n, 0, dims.K);
+  prefetch_rows(tokens.g, place.batch, place.token, head, n, 0, dims.K);
+}
+
+// Fetches a panel's columns of v or of its gradient.
+template <typename Acc>
+SDM_INLINE void prefetch_panel(
+    const KdaView& view, const BlockPlace& place, int64_t head, int64_t panel, int64_t V
+) {
+  prefetch_rows(
+      view,
+      place.batch,
+      place.token,
+      head,
+      place.num_tokens,
+      panel * kPanel<Acc>,
+      panel_width<Acc>(panel, V)
+  );
+}
+
 // ---------------------------------------------------------------------------------------------
 // Scores
 
