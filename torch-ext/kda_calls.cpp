@@ -84,20 +84,6 @@ const float* gate_parameter(
   return static_cast<const float*>(t->const_data_ptr());
 }
 
-// N: one less than the offsets, or the batch.
-int64_t num_sequences(
-    const char* op, const std::optional<Tensor>& cu_seqlens, const KdaDims& dims
-) {
-  if (!cu_seqlens.has_value()) {
-    return dims.B;
-  }
-  check_dim(op, "cu_seqlens", *cu_seqlens, 1);
-  check_contiguous(op, "cu_seqlens", *cu_seqlens);
-  check(cu_seqlens->size(0) >= 1, op, ": cu_seqlens must have at least one element");
-  check(dims.B == 1, op, ": cu_seqlens needs a batch of 1, got ", dims.B);
-  return cu_seqlens->size(0) - 1;
-}
-
 KdaOptions read_options(const char* op, const KdaOptionArgs& args) {
   check(args.gate >= 0 && args.gate <= 2, op, ": unknown gate ", args.gate);
   check(args.beta_mode >= 0 && args.beta_mode <= 2, op, ": unknown beta_mode ", args.beta_mode);
@@ -142,7 +128,7 @@ Inputs read_inputs(
       check_last_dense(op, name, *tensor);
     }
   }
-  d.N = num_sequences(op, args.cu_seqlens, d);
+  d.N = num_sequences(op, args.cu_seqlens, d.B);
 
   const DType dtype = dtype_of(op, "q", args.q);
   in.compute = dtype == DType::kF64 ? DType::kF64 : DType::kF32;

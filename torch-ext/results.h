@@ -1,4 +1,5 @@
-//! @file What the bindings of all ops share: new results, and integers that the host reads.
+//! @file What the bindings of all ops share: new results, offsets, and integers that the host
+//! reads.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,6 +22,20 @@ Tensor new_result(const Tensor& like, const std::vector<int64_t>& sizes, Type ty
     cpu::hint_huge_pages(t.mutable_data_ptr(), t.numel() * static_cast<int64_t>(t.element_size()));
   }
   return t;
+}
+
+// N: one less than the offsets, or the batch.
+inline int64_t num_sequences(
+    const char* op, const std::optional<Tensor>& cu_seqlens, int64_t batch
+) {
+  if (!cu_seqlens.has_value()) {
+    return batch;
+  }
+  check_dim(op, "cu_seqlens", *cu_seqlens, 1);
+  check_contiguous(op, "cu_seqlens", *cu_seqlens);
+  check(cu_seqlens->size(0) >= 1, op, ": cu_seqlens must have at least one element");
+  check(batch == 1, op, ": cu_seqlens needs a batch of 1, got ", batch);
+  return cu_seqlens->size(0) - 1;
 }
 
 // Host copy of a short CPU tensor of int32 or int64.

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "sdm_kernels/cpu/scratch.h"
 #include "sdm_kernels/sdm/sdm_plan.h"
+#include "torch-ext/results.h"
 
 namespace sdm::ext {
 namespace {
@@ -175,31 +175,6 @@ std::vector<int64_t> saved_rows_shape(
   return {d.H, rows, mode == SdmSave::kInt4 ? ceil_div(d.D, 2) : d.D};
 }
 
-// A new result. Large ones on the CPU get 2 MiB pages: touching fresh memory page by page would
-// cost more than the work on it.
-template <typename Type>
-Tensor new_result(const Tensor& like, const std::vector<int64_t>& sizes, Type type) {
-  Tensor t = new_empty(like, sizes, type);
-  if (t.is_cpu()) {
-    cpu::hint_huge_pages(t.mutable_data_ptr(), t.numel() * static_cast<int64_t>(t.element_size()));
-  }
-  return t;
-}
-
-// N: one less than the offsets, or the batch.
-int64_t num_sequences(
-    const char* op, const std::optional<Tensor>& cu_seqlens, const SdmDims& dims
-) {
-  if (!cu_seqlens.has_value()) {
-    return dims.B;
-  }
-  check_dim(op, "cu_seqlens", *cu_seqlens, 1);
-  check_contiguous(op, "cu_seqlens", *cu_seqlens);
-  check(cu_seqlens->size(0) >= 1, op, ": cu_seqlens must have at least one element");
-  check(dims.B == 1, op, ": cu_seqlens needs a batch of 1, got ", dims.B);
-  return cu_seqlens->size(0) - 1;
-}
-
 }  // namespace
 
 SdmFwdCall prepare_sdm_fwd(
@@ -222,7 +197,7 @@ SdmFwdCall prepare_sdm_fwd(
       read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, initial_state, chunk_size);
   in.tokens.v = read_token_rows(op, "v", v, in);
   SdmDims& d = in.dims;
-  d.N = num_sequences(op, cu_seqlens, d);
+  d.N = num_sequences(op, cu_seqlens, d.B);
   const bool shared = initial_state.dim() == 3;
   check(
       shared || initial_state.size(0) == d.N, op, ": initial_state must have ", d.N, " sequences"
@@ -287,7 +262,7 @@ SdmBwdCall prepare_sdm_bwd(
 ) {
   Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, bank, chunk_size);
   SdmDims& d = in.dims;
-  d.N = num_sequences(op, cu_seqlens, d);
+  d.N = num_sequences(op, cu_seqlens, d.B);
   const SdmSave mode = read_save_mode(op, save_mode);
   check(mode != SdmSave::kNone, op, ": save_mode 0 keeps nothing to differentiate from");
   check(segment_chunks >= 1, op, ": segment_chunks must be positive, got ", segment_chunks);
@@ -373,7 +348,7 @@ SdmInPlaceCall prepare_sdm_in_place(
   Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, state, chunk_size);
   in.tokens.v = read_token_rows(op, "v", v, in);
   SdmDims& d = in.dims;
-  d.N = num_sequences(op, cu_seqlens, d);
+  d.N = num_sequences(op, cu_seqlens, d.B);
   if (state_indices.has_value()) {
     check_shape(op, "state_indices", *state_indices, {d.N});
     check_contiguous(op, "state_indices", *state_indices);

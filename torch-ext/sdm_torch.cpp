@@ -1,42 +1,11 @@
 //! @file Sparse delta memory for torch on the CPU.
 // SPDX-License-Identifier: Apache-2.0
 #include "sdm_kernels/sdm/sdm_launch.h"
+#include "torch-ext/results.h"
 #include "torch-ext/sdm_calls.h"
 #include "torch-ext/torch_binding.h"
 
 namespace sdm::ext {
-namespace {
-
-// Host copy of a short CPU tensor of int32 or int64.
-std::vector<int64_t> host_integers(
-    const char* op, const char* name, const std::optional<Tensor>& t
-) {
-  std::vector<int64_t> values;
-  if (!t.has_value()) {
-    return values;
-  }
-  check(t->is_cpu(), op, ": ", name, " must be on the CPU");
-  const bool wide = is_int64(op, name, *t);
-  const int64_t stride = t->stride(0);
-  const void* data = t->const_data_ptr();
-  for (int64_t i = 0; i < t->size(0); ++i) {
-    values.push_back(
-        wide ? static_cast<const int64_t*>(data)[i * stride]
-             : static_cast<const int32_t*>(data)[i * stride]
-    );
-  }
-  return values;
-}
-
-void check_status(const char* op, Status status) {
-  check(status == Status::kOk, op, ": ", status_message(status));
-}
-
-const int64_t* data_or_null(const std::vector<int64_t>& values, const std::optional<Tensor>& t) {
-  return t.has_value() ? values.data() : nullptr;
-}
-
-}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
     const Tensor& write_idx,
