@@ -40,18 +40,39 @@ def sdm_peer(inputs, d_out, chunk):
 
 
 def kda_peer(arguments, d_out, flags):
-    """Return {(op, who): function} of flash-linear-attention, {} where it is missing."""
+    """Return {(op, who): function} of the packages that are there."""
+    return {**_fla_kda(arguments, d_out, flags), **_transformers_kda(arguments, d_out, flags)}
+
+
+def _pair(who, call, arguments, d_out):
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in arguments.items()}
+
+    def train():
+        return torch.autograd.grad(call(**leaves), list(leaves.values()), d_out)
+
+    return {("forward", who): lambda: call(**arguments), ("forward + backward", who): train}
+
+
+def _fla_kda(arguments, d_out, flags):
+    """Kimi delta attention of flash-linear-attention."""
     try:
         from fla.ops.kda import chunk_kda
     except ImportError:
         return {}
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in arguments.items()}
+    return _pair("fla", lambda **inputs: chunk_kda(**inputs, **flags)[0], arguments, d_out)
 
-    def train():
-        out = chunk_kda(**leaves, **flags)[0]
-        return torch.autograd.grad(out, list(leaves.values()), d_out)
 
-    return {
-        ("forward", "fla"): lambda: chunk_kda(**arguments, **flags),
-        ("forward + backward", "fla"): train,
-    }
+def _transformers_kda(arguments, d_out, flags):
+    """The torch path of transformers' Kimi Linear, with the activations that its layer makes."""
+    try:
+        from transformers.models.kimi_linear import modeling_kimi_linear as model
+    except ImportError:
+        return {}
+
+    def call(q, k, v, g, beta, A_log, dt_bias):
+        gate = A_log.exp().view(-1, 1) * (g.float() + dt_bias.view(*g.shape[2:]))
+        gate = flags["lower_bound"] * gate.sigmoid()
+        attention = model.chunk_kimi_delta_attention
+        return attention(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
+
+    return _pair("transformers", call, arguments, d_out)
