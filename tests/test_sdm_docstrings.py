@@ -6,7 +6,10 @@ import doctest
 import pytest
 import torch
 
-FUNCTIONS = ("chunk_sdm", "chunk_sdm_", "recurrent_sdm_", "check_indices")
+FUNCTIONS = (
+    "chunk_sdm", "chunk_sdm_", "recurrent_sdm_", "check_indices", "chunk_kda",
+    "fused_recurrent_kda", "recurrent_kda_",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
