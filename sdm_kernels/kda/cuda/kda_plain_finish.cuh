@@ -13,7 +13,7 @@ struct FinishParams {
   void* d_k;
 };
 
-// x: a row that load_row() has normalised by `factor`; d: the gradient of what it became.
+// x: a row that make_row() has normalised by `factor`; d: the gradient of what it became.
 __device__ __forceinline__ void norm_gradient(
     const float (&x)[kLaneColumns], float factor, float (&d)[kLaneColumns]
 ) {
@@ -45,6 +45,9 @@ __global__ void __launch_bounds__(kThreads) kda_plain_finish_kernel(
     const bool is_q = job % 2 == 0;
     const KdaView& view = is_q ? p.call.tokens.q : p.call.tokens.k;
     const float* grads = is_q ? p.call.records.qd : p.call.records.kr;
+    uint32_t raw[kLaneColumns];
+    const int64_t row = row_of(view, place.batch, place.token + i, place.h);
+    load_raw_row(view, row, lane, 32, K, raw);
     float d[kLaneColumns] = {};
     for (int64_t member = 0; member < group; ++member) {
       const float* from = grads + ((place.slot + member) * kTile + i) * K;
@@ -56,8 +59,7 @@ __global__ void __launch_bounds__(kThreads) kda_plain_finish_kernel(
     }
     if (p.call.options.l2norm) {
       float x[kLaneColumns];
-      const int64_t at = row_of(view, place.batch, place.token + i, place.h);
-      const float factor = load_row(view, at, K, true, lane, x);
+      const float factor = make_row(view.dtype, raw, true, x);
       norm_gradient(x, factor, d);
     }
     const int64_t to = ((place.batch * dims.T + place.token + i) * dims.H + place.h) * K;

@@ -39,6 +39,38 @@ __device__ __forceinline__ float load_any(const void* data, DType dtype, int64_t
   return x;
 }
 
+// An element as it is in memory. Converting it would wait for it; so many are asked for first.
+__device__ __forceinline__ uint32_t load_raw(const void* data, DType dtype, int64_t at) {
+  return dtype == DType::kF32 ? static_cast<const uint32_t*>(data)[at]
+                              : static_cast<const uint16_t*>(data)[at];
+}
+
+__device__ __forceinline__ float from_raw(DType dtype, uint32_t raw) {
+  return dtype == DType::kF32    ? bits_float(raw)
+         : dtype == DType::kBf16 ? bits_float(raw << 16)
+                                 : widen(F16{static_cast<uint16_t>(raw)});
+}
+
+// Columns first, first + step, ... of a row of `columns`; zero beyond.
+template <int kCount>
+__device__ __forceinline__ void load_raw_row(
+    const KdaView& view, int64_t row, int first, int step, int64_t columns, uint32_t (&raw)[kCount]
+) {
+  if (view.dtype == DType::kF32) {
+    const uint32_t* from = static_cast<const uint32_t*>(view.data) + row;
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) {
+      raw[m] = first + m * step < columns ? from[first + m * step] : 0u;
+    }
+  } else {
+    const uint16_t* from = static_cast<const uint16_t*>(view.data) + row;
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) {
+      raw[m] = first + m * step < columns ? from[first + m * step] : 0u;
+    }
+  }
+}
+
 __device__ __forceinline__ void store_any(void* data, DType dtype, int64_t at, float x) {
   with_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -57,17 +89,20 @@ __device__ __forceinline__ float sigmoid(float x) {
 
 struct Gate {
   KdaGate form;
-  float rate;     // exp(A_log), or 1
-  bool has_rate;  // A_log is there
+  float rate;  // exp(A_log), or 1
   float lower_bound;
   const float* bias;  // dt_bias of the head, or null
 
   // The log-decay of key column c.
   __device__ __forceinline__ float value(float raw, int64_t c) const {
+    return form == KdaGate::kActivated ? raw : of_biased(bias == nullptr ? raw : raw + bias[c]);
+  }
+
+  // The same from the raw gate with its bias.
+  __device__ __forceinline__ float of_biased(float z) const {
     if (form == KdaGate::kActivated) {
-      return raw;
+      return z;
     }
-    const float z = bias == nullptr ? raw : raw + bias[c];
     if (form == KdaGate::kLowerBound) {
       return lower_bound * sigmoid(rate * z);
     }
@@ -87,7 +122,7 @@ struct Gate {
       *d_rate += dz * z;
       return dz;
     }
-    *d_rate += value(raw, c) * dg;
+    *d_rate += of_biased(z) * dg;
     return -rate * sigmoid(z) * dg;
   }
 };
@@ -96,8 +131,7 @@ __device__ __forceinline__ Gate
 make_gate(const KdaOptions& options, const KdaTokens& tokens, int64_t K, int64_t hv) {
   Gate gate;
   gate.form = options.gate;
-  gate.has_rate = tokens.A_log != nullptr;
-  gate.rate = gate.has_rate ? expf(tokens.A_log[hv]) : 1.0f;
+  gate.rate = tokens.A_log != nullptr ? expf(tokens.A_log[hv]) : 1.0f;
   gate.lower_bound = static_cast<float>(options.lower_bound);
   gate.bias = tokens.dt_bias == nullptr ? nullptr : tokens.dt_bias + hv * K;
   return gate;

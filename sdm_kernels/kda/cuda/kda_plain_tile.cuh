@@ -109,20 +109,16 @@ __device__ __forceinline__ bool find_tile(
 
 constexpr int kLaneColumns = 8;  // key columns of a lane when a warp has a row; K <= 256
 
-// One row of q or k, normalised if asked for: x[m] is column lane + 32 m. Returns the factor.
-__device__ __forceinline__ float load_row(
-    const KdaView& view, int64_t at, int64_t K, bool l2norm, int lane, float (&x)[kLaneColumns]
+// A row of q or k from its raw columns lane + 32 m, normalised if asked for. Returns the factor.
+__device__ __forceinline__ float make_row(
+    DType dtype, const uint32_t (&raw)[kLaneColumns], bool l2norm, float (&x)[kLaneColumns]
 ) {
   float squares = 0.0f;
-  with_dtype(view.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
 #pragma unroll
-    for (int m = 0; m < kLaneColumns; ++m) {
-      const int64_t c = lane + 32 * m;
-      x[m] = c < K ? load_as<T>(view.data, at + c) : 0.0f;
-      squares = fmaf(x[m], x[m], squares);
-    }
-  });
+  for (int m = 0; m < kLaneColumns; ++m) {
+    x[m] = from_raw(dtype, raw[m]);
+    squares = fmaf(x[m], x[m], squares);
+  }
   if (!l2norm) {
     return 1.0f;
   }
@@ -134,6 +130,22 @@ __device__ __forceinline__ float load_row(
   return factor;
 }
 
+// A token of a value head as it is in memory, over the lanes of a warp.
+struct RawToken {
+  uint32_t q[kLaneColumns], k[kLaneColumns], g[kLaneColumns], beta;
+};
+
+__device__ __forceinline__ void load_token(
+    const PlainCall& p, const TilePlace& place, int i, int lane, RawToken* token
+) {
+  const KdaTokens& in = p.tokens;
+  const int64_t K = p.dims.K, batch = place.batch, t = place.token + i;
+  load_raw_row(in.q, row_of(in.q, batch, t, place.h), lane, 32, K, token->q);
+  load_raw_row(in.k, row_of(in.k, batch, t, place.h), lane, 32, K, token->k);
+  load_raw_row(in.g, row_of(in.g, batch, t, place.hv), lane, 32, K, token->g);
+  token->beta = load_raw(in.beta.data, in.beta.dtype, row_of(in.beta, batch, t, place.hv));
+}
+
 // q and k [16, K] normalised, decays exp(g) [16, K] and strengths [16] of a tile into shared
 // memory. Rows past the end change nothing: q = k = 0, decay 1, strength 0.
 __device__ __forceinline__ void load_tile(
@@ -143,20 +155,23 @@ __device__ __forceinline__ void load_tile(
   const int64_t K = p.dims.K;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Gate gate = make_gate(p.options, in, K, place.hv);
-  for (int i = static_cast<int>(threadIdx.x) / 32; i < kTile; i += kWarps) {
+  int i = static_cast<int>(threadIdx.x) / 32;
+  RawToken next{};
+  if (i < place.rows) {
+    load_token(p, place, i, lane, &next);
+  }
+  for (; i < kTile; i += kWarps) {
+    const RawToken token = next;
+    if (i + kWarps < place.rows) {
+      load_token(p, place, i + kWarps, lane, &next);
+    }
     const bool valid = i < place.rows;
-    const int64_t t = place.token + i;
-    float xq[kLaneColumns] = {}, xk[kLaneColumns] = {}, xg[kLaneColumns] = {};
+    float xq[kLaneColumns] = {}, xk[kLaneColumns] = {};
     float strength = 0.0f;
     if (valid) {
-      const bool l2norm = p.options.l2norm;
-      load_row(in.q, row_of(in.q, place.batch, t, place.h), K, l2norm, lane, xq);
-      load_row(in.k, row_of(in.k, place.batch, t, place.h), K, l2norm, lane, xk);
-      load_row(in.g, row_of(in.g, place.batch, t, place.hv), K, false, lane, xg);
-      strength = beta_value(
-          p.options.beta,
-          load_any(in.beta.data, in.beta.dtype, row_of(in.beta, place.batch, t, place.hv))
-      );
+      make_row(in.q.dtype, token.q, p.options.l2norm, xq);
+      make_row(in.k.dtype, token.k, p.options.l2norm, xk);
+      strength = beta_value(p.options.beta, from_raw(in.beta.dtype, token.beta));
     }
 #pragma unroll
     for (int m = 0; m < kLaneColumns; ++m) {
@@ -164,7 +179,8 @@ __device__ __forceinline__ void load_tile(
       if (c < K) {
         q[i * K + c] = xq[m];
         k[i * K + c] = xk[m];
-        decay[i * K + c] = valid ? expf(gate.value(xg[m], c)) : 1.0f;
+        const float raw = from_raw(in.g.dtype, token.g[m]);
+        decay[i * K + c] = valid ? expf(gate.value(raw, c)) : 1.0f;
       }
     }
     if (lane == 0) {

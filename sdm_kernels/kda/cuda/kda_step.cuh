@@ -131,12 +131,12 @@ struct StepState {
   }
 };
 
-// What a thread brings of a token.
+// What a thread brings of a token, as it is in memory.
 template <int kOwn>
 struct StepToken {
-  float q[kOwn], k[kOwn], g[kOwn];  // key columns thread + m * kThreads
-  float v[4];                       // its columns of the slice
-  float beta;
+  uint32_t q[kOwn], k[kOwn], g[kOwn];  // key columns thread + m * kThreads
+  uint32_t v[4];                       // its columns of the slice
+  uint32_t beta;
 };
 
 // Of a token, for all threads; two of each, so that a token may be put while others still read the
@@ -160,31 +160,13 @@ __device__ __forceinline__ void load_step_token(
   const KdaTokens& in = p.call.base.tokens;
   const KdaDims& dims = p.call.base.dims;
   const int64_t h = hv / (dims.HV / dims.H);
-  const auto load_keys = [&](const KdaView& view, int64_t head, float (&x)[kOwn]) {
-    const int64_t at = row_of(view, batch, t, head);
-    with_dtype(view.dtype, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-#pragma unroll
-      for (int m = 0; m < kOwn; ++m) {
-        const int64_t c = static_cast<int64_t>(threadIdx.x) + m * kThreads;
-        x[m] = c < dims.K ? load_as<T>(view.data, at + c) : 0.0f;
-      }
-    });
-  };
-  load_keys(in.q, h, token->q);
-  load_keys(in.k, h, token->k);
-  load_keys(in.g, hv, token->g);
-  const int64_t at = row_of(in.v, batch, t, hv) + first_column;
-  with_dtype(in.v.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      token->v[b] = first_column < dims.V ? load_as<T>(in.v.data, at + b) : 0.0f;
-    }
-  });
-  token->beta = beta_value(
-      p.call.base.options.beta, load_any(in.beta.data, in.beta.dtype, row_of(in.beta, batch, t, hv))
-  );
+  const int thread = static_cast<int>(threadIdx.x);
+  load_raw_row(in.q, row_of(in.q, batch, t, h), thread, kThreads, dims.K, token->q);
+  load_raw_row(in.k, row_of(in.k, batch, t, h), thread, kThreads, dims.K, token->k);
+  load_raw_row(in.g, row_of(in.g, batch, t, hv), thread, kThreads, dims.K, token->g);
+  const int64_t row = row_of(in.v, batch, t, hv);
+  load_raw_row(in.v, row, static_cast<int>(first_column), 1, dims.V, token->v);
+  token->beta = load_raw(in.beta.data, in.beta.dtype, row_of(in.beta, batch, t, hv));
 }
 
 static_assert(kWarps == 4 && kStepParts == 16);
@@ -280,10 +262,15 @@ __global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 5) kda_step_kernel
       load_step_token(p, sequence.batch, sequence.begin + t, hv, own_column, &token);
     }
   };
-  // where the state waits for its row, the token comes first and is worked on while the state comes
-  const bool indexed = p.call.state_indices.data != nullptr;
-  if (indexed) {
-    load_token(0);
+  load_token(0);
+  // what the gate needs, asked for with the rest
+  const KdaTokens& in = base.tokens;
+  const float log_rate = in.A_log != nullptr ? in.A_log[hv] : 0.0f;
+  float bias[kOwn];
+#pragma unroll
+  for (int m = 0; m < kOwn; ++m) {
+    const int c = thread + m * kThreads;
+    bias[m] = in.dt_bias != nullptr && c < dims.K ? in.dt_bias[hv * dims.K + c] : 0.0f;
   }
   if (row < 0 || row >= base.pool) {
     const float zeros[4] = {};
@@ -305,10 +292,9 @@ __global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 5) kda_step_kernel
     }
   }
 
-  if (!indexed) {
-    load_token(0);
-  }
-  const Gate gate = make_gate(base.options, base.tokens, dims.K, hv);
+  const Gate gate{
+      base.options.gate, expf(log_rate), static_cast<float>(base.options.lower_bound), nullptr
+  };
   const float scale = static_cast<float>(base.options.scale);
   for (int64_t t = 0; t < sequence.length; ++t) {
     const int turn = static_cast<int>(t % 2);
@@ -317,13 +303,14 @@ __global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 5) kda_step_kernel
     for (int m = 0; m < kOwn; ++m) {
       const int c = thread + m * kThreads;
       if (c < kKeys) {
-        const bool inside = c < dims.K;
-        shared.q[turn][c] = token.q[m];
-        shared.k[turn][c] = token.k[m];
-        shared.decay[turn][c] = inside ? expf(gate.value(token.g[m], c)) : 0.0f;
-        dots[0] = fmaf(token.q[m], token.q[m], dots[0]);
-        dots[1] = fmaf(token.k[m], token.k[m], dots[1]);
-        dots[2] = fmaf(token.q[m], token.k[m], dots[2]);
+        const float q = from_raw(in.q.dtype, token.q[m]), k = from_raw(in.k.dtype, token.k[m]);
+        const float g = gate.of_biased(from_raw(in.g.dtype, token.g[m]) + bias[m]);
+        shared.q[turn][c] = q;
+        shared.k[turn][c] = k;
+        shared.decay[turn][c] = c < dims.K ? expf(g) : 0.0f;
+        dots[0] = fmaf(q, q, dots[0]);
+        dots[1] = fmaf(k, k, dots[1]);
+        dots[2] = fmaf(q, k, dots[2]);
       }
     }
 #pragma unroll
@@ -333,8 +320,12 @@ __global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 5) kda_step_kernel
         shared.dots[turn][warp][i] = dots[i];
       }
     }
-    const float v[4] = {token.v[0], token.v[1], token.v[2], token.v[3]};
-    const float beta = token.beta;
+    float v[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      v[b] = from_raw(in.v.dtype, token.v[b]);
+    }
+    const float beta = beta_value(base.options.beta, from_raw(in.beta.dtype, token.beta));
     load_token(t + 1);
     __syncthreads();  // the token is there
 
