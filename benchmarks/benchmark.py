@@ -134,3 +134,118 @@ class ProductKeyTopk(Benchmark):
 
     benchmark_base = benchmark_large = select
     verify_base = verify_large = reference
+
+
+# B, T, H (queries and keys) = HV (values), K = V
+KDA_SIZES = {
+    "base": (1, 128, 2, 64),
+    "large": (2, 2048, 8, 128),
+}
+
+
+class _Kda:
+    seed = 0
+
+    def draw(self, size, length=None):
+        b, t, h, d = KDA_SIZES[size]
+        t = length or t
+        q, k, v = (torch.randn(b, t, h, d, device=self.device) for _ in range(3))
+        g = -0.2 * torch.rand(b, t, h, d, device=self.device)
+        beta = torch.rand(b, t, h, device=self.device)
+        self.inputs = (q, k, v, g, beta)
+        self.state = torch.randn(b, h, d, d, device=self.device)
+
+    def call(self, function):
+        out, _ = function(*self.inputs, initial_state=self.state, use_qk_l2norm_in_kernel=True)
+        return out
+
+
+class ChunkKda(_Kda, Benchmark):
+    def setup_base(self):
+        self.draw("base")
+
+    def setup_large(self):
+        self.draw("large")
+
+    def forward(self):
+        with torch.no_grad():
+            self.out = self.call(self.kernel.chunk_kda)
+
+    def reference(self):
+        with torch.no_grad():
+            return self.call(self.kernel.reference.kda)
+
+    benchmark_base = benchmark_large = forward
+    verify_base = reference
+
+
+class ChunkKdaTraining(_Kda, Benchmark):
+    """Forward and backward; what is checked is the gradient of the keys."""
+
+    def setup_base(self):
+        self.draw("base")
+        self.require_grad()
+
+    def setup_large(self):
+        self.draw("large")
+        self.require_grad()
+
+    def require_grad(self):
+        self.d_out = torch.randn_like(self.inputs[2])
+        self.leaves = [x.requires_grad_() for x in (*self.inputs, self.state)]
+
+    def gradients(self, function):
+        return torch.autograd.grad(self.call(function), self.leaves, self.d_out)[1]
+
+    def train(self):
+        self.out = self.gradients(self.kernel.chunk_kda)
+
+    def reference(self):
+        return self.gradients(self.kernel.reference.kda)
+
+    benchmark_base = benchmark_large = train
+    verify_base = reference
+
+
+class FusedRecurrentKda(_Kda, Benchmark):
+    """Sixteen tokens, one after the other."""
+
+    def setup_base(self):
+        self.draw("base", length=16)
+
+    def setup_large(self):
+        self.draw("large", length=16)
+
+    def forward(self):
+        with torch.no_grad():
+            self.out = self.call(self.kernel.fused_recurrent_kda)
+
+    def reference(self):
+        with torch.no_grad():
+            return self.call(self.kernel.reference.kda)
+
+    benchmark_base = benchmark_large = forward
+    verify_base = verify_large = reference
+
+
+class RecurrentKda(_Kda, Benchmark):
+    """One decode step; the state keeps advancing, so that the first output is the one checked."""
+
+    def setup_base(self):
+        self.draw("base", length=1)
+        self.first, self.pool = None, self.state.clone()
+
+    def setup_large(self):
+        self.draw("large", length=1)
+        self.first, self.pool = None, self.state.clone()
+
+    def step(self):
+        out = self.kernel.recurrent_kda_(self.pool, *self.inputs, use_qk_l2norm_in_kernel=True)
+        if self.first is None:
+            self.first = self.out = out
+
+    def reference(self):
+        return self.call(self.kernel.reference.kda)
+
+    benchmark_base = benchmark_large = step
+    verify_base = verify_large = reference

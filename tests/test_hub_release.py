@@ -75,7 +75,7 @@ def test_example_of_the_card_runs(card):
     names = {}
     (block,) = re.findall(r"^```python\n(.*?)^```$", card, re.M | re.S)
     exec(compile(block, "CARD.md", "exec"), names)
-    assert names["y"].shape == (2, 512, 256)
+    assert names["y"].shape == (2, 512, 256) and names["out"].shape == (2, 512, 4, 64)
 
 
 def listed_cards(text):
@@ -189,7 +189,9 @@ PINNED = {
 }
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt", "constraints.txt"])
+@pytest.mark.parametrize(
+    "name", ["constraints.txt", *sorted(path.name for path in ROOT.glob("requirements*.txt"))]
+)
 def test_requirements_have_exact_versions(name):
     lines = list(requirement_lines(ROOT / name))
     assert lines
