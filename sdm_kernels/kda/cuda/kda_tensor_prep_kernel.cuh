@@ -192,6 +192,20 @@ __device__ __forceinline__ void load_gate_of_type(
   }
 }
 
+// Adds the log-decays of the rows of warps `begin` to `end` - 1.
+template <int kChannels>
+__device__ __forceinline__ void add_sums(
+    float (&x)[kChannels], const float* sums, int begin, int end, int pitch
+) {
+#pragma unroll 1
+  for (int w = begin; w < end; ++w) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      x[c] += sums[w * pitch + c];
+    }
+  }
+}
+
 // The scores of one batch of 16 pairs inside the warp's 8 rows: pair number n^2 + r belongs to row
 // n; its first n are k_n k_j, the next n + 1 are q_n k_j.
 __device__ __forceinline__ void put_pairs(
@@ -215,14 +229,15 @@ __device__ __forceinline__ void put_pairs(
     n += pair >= i * i ? 1 : 0;
   }
   const int r = pair - n * n;
+  const uint16_t rounded = static_cast<uint16_t>(pack_f16(sum, 0.0f));
   const int row = row0 + n;
   if (r < n) {
     lower[row * kInversePitch + row0 + r] = beta[row] * sum;
     if (key_scores != nullptr) {
-      key_scores[panel_offset(row, row0 + r)] = from_f32<F16>(sum).bits;
+      key_scores[panel_offset(row, row0 + r)] = rounded;
     }
   } else {
-    scores[panel_offset(row, row0 + r - n)] = from_f32<F16>(sum).bits;
+    scores[panel_offset(row, row0 + r - n)] = rounded;
   }
 }
 
@@ -381,19 +396,15 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
 
   // Decay from the chunk's start to the warp's rows, from them to the chunk's end, and, for the
   // second half of 16 rows, over the first.
-  float before[kChannels], after[kChannels], over_half[kChannels];
+  float before[kChannels] = {}, after[kChannels] = {}, over_half[kChannels] = {};
+  add_sums(before, sums + channel, 0, warp, kK);
+  add_sums(after, sums + channel, warp + 1, 8, kK);
+  add_sums(over_half, sums + channel, warp & ~1, warp, kK);
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    float start = 0.0f, end = 0.0f;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) {
-      const float sum = sums[w * kK + channel + c];
-      start += w < warp ? sum : 0.0f;
-      end += w > warp ? sum : 0.0f;
-    }
-    before[c] = exp2f(start);
-    after[c] = exp2f(end);
-    over_half[c] = warp % 2 != 0 ? exp2f(sums[(warp - 1) * kK + channel + c]) : 1.0f;
+    before[c] = exp2f(before[c]);
+    after[c] = exp2f(after[c]);
+    over_half[c] = exp2f(over_half[c]);
   }
   if (warp == 0) {
     float* gamma = reinterpret_cast<float*>(record + Record::kGamma);
@@ -407,6 +418,16 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
       gamma[channel + c] = exp2f(sum);
     }
   }
+
+  // Where the lane's channels of row 8 n + i lie (see panel_offset and Shared::operand): the start
+  // of row 8 n, plus i rows, plus their permuted 16-byte piece.
+  char* const record_rows = record + channel / 64 * kPanelBytes + row0 * 128 + channel % 8 * 2;
+  unsigned char* const operand_rows = kda_shared + channel / 64 * 128 + channel % 8 * 2;
+  const auto piece = [&](int i) { return (channel / 8 % 8 ^ i) * 16; };
+  const auto record_row = [&](int i) { return record_rows + i * 128 + piece(i); };
+  const auto operand_row = [&](int row8, int i) {
+    return operand_rows + (row8 + i) * kK * 2 + piece(i);
+  };
 
   // Rows in order: what meets earlier rows; `behind` decays the earlier keys up to the row.
   float behind[8][kChannels], from_start[kChannels], pairs[64];
@@ -447,17 +468,15 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     }
     pairs[i * i + 2 * i] = qk;
 
-    store_scaled(record + Record::kKd + panel_offset(row0 + i, channel) * 2, k, before);
-    store_scaled(record + Record::kQd + panel_offset(row0 + i, channel) * 2, q, before);
+    store_scaled(record_row(i) + Record::kKd, k, before);
+    store_scaled(record_row(i) + Record::kQd, q, before);
     if (warp >= 2) {
-      const int row = row0 - 16 + i;
-      store_scaled(operands + Shared::operand(Shared::kStripKeys + row, channel), k, over_half);
-      store_scaled(operands + Shared::operand(Shared::kStripQueries + row, channel), q, over_half);
+      store_scaled(operand_row(Shared::kStripKeys + row0 - 16, i), k, over_half);
+      store_scaled(operand_row(Shared::kStripQueries + row0 - 16, i), q, over_half);
     }
     if (warp % 2 != 0) {
-      const int row = Shared::kHalfRows + warp / 2 * 16 + i;
-      store_plain(operands + Shared::operand(row, channel), k);
-      store_plain(operands + Shared::operand(row + 8, channel), q);
+      store_plain(operand_row(Shared::kHalfRows + warp / 2 * 16, i), k);
+      store_plain(operand_row(Shared::kHalfRows + warp / 2 * 16 + 8, i), q);
     }
     if (i == 3 || i == 5 || i == 6 || i == 7) {
       const int number = i == 3 ? 0 : i - 4;
@@ -473,30 +492,24 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   // Keys decayed to the end of the warp's rows, and on to the chunk's end or a strip's start.
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    store_scaled(record + Record::kKr + panel_offset(row0 + i, channel) * 2, behind[i], after);
+    store_scaled(record_row(i) + Record::kKr, behind[i], after);
     if (warp % 2 == 0) {
-      const int row = Shared::kHalfColumns + warp / 2 * 8 + i;
-      store_plain(operands + Shared::operand(row, channel), behind[i]);
+      store_plain(operand_row(Shared::kHalfColumns + warp / 2 * 8, i), behind[i]);
     }
   }
+  float between[kChannels] = {};  // log2 of the decay from the warp's end to the strip
+#pragma unroll 1
+  for (int strip = warp / 2 + 1, w = warp + 1; strip < 4; ++strip) {
+    add_sums(between, sums + channel, w, 2 * strip, kK);
+    w = 2 * strip;
+    float factor[kChannels];
 #pragma unroll
-  for (int strip = 1; strip < 4; ++strip) {
-    if (warp < 2 * strip) {
-      float factor[kChannels];
+    for (int c = 0; c < kChannels; ++c) {
+      factor[c] = fast_exp2(between[c]);
+    }
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 1; w < 6; ++w) {
-          sum += w > warp && w < 2 * strip ? sums[w * kK + channel + c] : 0.0f;
-        }
-        factor[c] = fast_exp2(sum);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int row = Shared::columns_of(strip) + row0 + i;
-        store_scaled(operands + Shared::operand(row, channel), behind[i], factor);
-      }
+    for (int i = 0; i < 8; ++i) {
+      store_scaled(operand_row(Shared::columns_of(strip) + row0, i), behind[i], factor);
     }
   }
   __syncthreads();
