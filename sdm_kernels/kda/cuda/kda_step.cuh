@@ -226,7 +226,7 @@ __device__ __forceinline__ StepSequence step_sequence(const StepParams& p, int64
 }
 
 template <int kHold, bool kColumnsLast>
-__global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 5) kda_step_kernel(
+__global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 4) kda_step_kernel(
     const __grid_constant__ StepParams p
 ) {
   constexpr int kKeys = kHold * kStepParts;
