@@ -208,30 +208,31 @@ def _kda_tensors_fit(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     tensors = (q, k, v, g, beta)
     try:
         device, dtype = q.device, q.dtype
-        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype == torch.float64):
+        kind = device.type
+        if (kind != "cpu" and kind != "cuda") or (kind == "cuda" and dtype == torch.float64):
             return False
-        if any(x.device != device or x.layout is not torch.strided for x in tensors):
-            return False
-        shape, values, gates = q.shape, v.shape, beta.shape
-        dtypes = (dtype, k.dtype, v.dtype, g.dtype, beta.dtype)
+        for x in tensors:
+            if x.layout is not torch.strided or x.device != device:
+                return False
+        batch, length, heads, dim = q.shape
+        value_heads, columns = v.shape[2:]
+        sizes = (batch, length, value_heads)
+        dtypes = {dtype, k.dtype, v.dtype, g.dtype, beta.dtype}
         return (
-            len(shape) == 4
-            and len(values) == 4
-            and k.shape == shape
-            and values[:3] == gates
-            and gates[:2] == shape[:2]
-            and g.shape == (*gates, shape[3])
-            and shape[2] >= 1
-            and gates[2] >= 1
-            and gates[2] % shape[2] == 0
-            and all(n % 16 == 0 and 16 <= n <= 256 for n in (shape[3], values[3]))
-            and (
-                all(x == dtype for x in dtypes)
-                if dtype == torch.float64
-                else _AT_MOST_32_BITS.issuperset(dtypes)
-            )
+            k.shape == q.shape
+            and v.shape == (*sizes, columns)
+            and g.shape == (*sizes, dim)
+            and beta.shape == sizes
+            and heads >= 1
+            and value_heads >= 1
+            and value_heads % heads == 0
+            and dim % 16 == 0
+            and columns % 16 == 0
+            and 16 <= dim <= 256
+            and 16 <= columns <= 256
+            and (_AT_MOST_32_BITS.issuperset(dtypes) or dtypes == {torch.float64})
         )
-    except (AttributeError, IndexError):  # not a tensor, too few dimensions
+    except (AttributeError, ValueError):  # not a tensor, too few or too many dimensions
         return False
 
 

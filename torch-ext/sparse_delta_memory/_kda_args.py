@@ -130,15 +130,27 @@ def gate_options(
     compute = compute_dtype(q)
     if A_log is not None:
         check_gate_parameter(func, "A_log", A_log, q, heads, "[HV]")
-        A_log = A_log.reshape(heads).to(compute).contiguous()
+        A_log = _as(A_log, (heads,), compute)
     if dt_bias is not None:
         check_gate_parameter(func, "dt_bias", dt_bias, q, heads * dim, "[HV * K] or [HV, K]")
-        dt_bias = dt_bias.reshape(heads, dim).to(compute).contiguous()
+        dt_bias = _as(dt_bias, (heads, dim), compute)
     beta_mode = BETA_ACTIVATED
     if sigmoid_in_kernel:
         beta_mode = BETA_TWO_SIGMOID if allow_neg_eigval else BETA_SIGMOID
     scale = dim**-0.5 if scale is None else float(scale)
     return A_log, dt_bias, (scale, l2norm, gate, bound, beta_mode, v_first)
+
+
+def _as(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return ``x`` dense in a shape and a dtype; by itself if it is: a decode step counts calls."""
+    x = x if x.shape == shape else x.reshape(shape)
+    x = x if x.dtype == dtype else x.to(dtype)
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def like_query(out: Tensor, q: Tensor) -> Tensor:
+    """Return the output in the dtype of the query: others only where q, k and v were mixed."""
+    return out if out.dtype == q.dtype else out.to(q.dtype)
 
 
 def needs_gradient(*tensors: Optional[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from ._kda_args import (
     gate_options,
     intermediate_states,
     layout_of,
+    like_query,
     needs_gradient,
     num_sequences,
 )
@@ -205,7 +206,7 @@ def chunk_kda(
         output_final_state,
         return_intermediate_states or (disable_recompute and needs_grad),
     )
-    out = out.to(q.dtype)
+    out = like_query(out, q)
     final = final_state if output_final_state else None
     if not return_intermediate_states:
         return out, final
@@ -307,7 +308,7 @@ def fused_recurrent_kda(
         *options,
         output_final_state,
     )
-    return out.to(q.dtype), final_state if output_final_state else None
+    return like_query(out, q), final_state if output_final_state else None
 
 
 def recurrent_kda_(
@@ -413,4 +414,4 @@ def recurrent_kda_(
         *options,
     )
     note_mutation(state)
-    return out.to(q.dtype)
+    return like_query(out, q)
