@@ -22,17 +22,19 @@ from tests.helpers.calls import CALLS  # noqa: E402
 
 REPO = "org/sparse-delta-memory"
 TINY = {"B": 1, "T": 20, "H": 1, "S": 24, "D": 40, "W": 3, "R": 2, "chunk": 16}
-TINY_NAMES = ("backward_rows", "backward_replay", "recurrent_sdm_", "product_key_topk")
+TINY_NAMES = ("backward_rows", "backward_replay", "recurrent_sdm_", "product_key_topk",
+              "chunk_kda_backward", "chunk_kda_plain", "recurrent_kda_")  # fmt: skip
 
 
 def cases(tiny):
     if not tiny:
         return CALLS
-    found = [call for call in CALLS if call.name in TINY_NAMES or "kda" in call.name]
+    found = [call for call in CALLS if call.name in TINY_NAMES]
     for call in found:
-        if hasattr(call, "case") and "kda" not in call.name:
-            changes = TINY if TINY["T"] < call.case.T else {**TINY, "T": call.case.T}
-            call.case = replace(call.case, **changes)
+        if hasattr(call, "case"):
+            call.case = replace(call.case, **{**TINY, "T": min(call.case.T, TINY["T"])})
+        elif hasattr(call, "T"):
+            call.T = min(call.T, 70)  # more than one chunk
     return found
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from .calls_kda import KDA_CALLS
 from .cases import FLOATS, ORDER, Case, Inputs, make
 
 # Several chunks of two sizes, columns beyond one slice, every stage of the kernels.
@@ -21,6 +22,8 @@ SINGLE = replace(BASE, id="single", T=3, bank_per_sequence=True)
 
 def private(x):
     """Return a copy of ``x`` in a storage of the same size, with its strides and its offset."""
+    if x.is_contiguous() and x.storage_offset() == 0:
+        return x.clone()
     size = x.untyped_storage().nbytes() // x.element_size()
     storage = torch.empty(size, dtype=x.dtype, device=x.device)
     return storage.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
@@ -129,5 +132,6 @@ CALLS = [
     Step("recurrent_sdm_", SINGLE),
     Topk("product_key_topk", (64, 48), 24),
     Topk("product_key_topk_3", (12, 10, 8), 24),
+    *KDA_CALLS,
 ]
 BY_NAME = {call.name: call for call in CALLS}
