@@ -61,3 +61,19 @@ layer = k.SparseDeltaMemory(config).to(device)
 y, _ = layer(randn(B, T, H * D))
 y.square().mean().backward()
 print(f"{'SparseDeltaMemory':<32} {tuple(y.shape)}, bank gradient {layer.memory.grad.norm():.1e}")
+
+# Kimi delta attention: a dense state a head, trained on whole sequences, advanced token by token.
+K = 32
+q, key = randn(B, T, H, K), randn(B, T, H, K)
+decay = -0.1 * torch.rand(B, T, H, K, device=device)
+inputs = (q, key, v, decay, beta)
+options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+out, final_state = k.chunk_kda(*inputs, **options)
+expected_out, expected_state = k.reference.kda(*inputs, **options)
+show("chunk_kda, output", out, expected_out)
+show("chunk_kda, final state", final_state, expected_state)
+_, state = k.chunk_kda(*(x[:, :250] for x in inputs), **options)
+rest = [x[:, 250:] for x in inputs]
+out, _ = k.fused_recurrent_kda(*rest, initial_state=state, **options)
+show("fused_recurrent_kda", out, expected_out[:, 250:])
+show("recurrent_kda_", k.recurrent_kda_(state, *rest, use_qk_l2norm_in_kernel=True), out)
