@@ -171,7 +171,8 @@ inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
       token_params.d_g = d_g.data();
       token_params.d_beta = d_beta.data();
       token_params.gate_sums = static_cast<float*>(sums.data());
-      token_params.aligned_v = token_params.aligned_out = token_params.aligned_qk = true;
+      token_params.aligned_v = token_params.aligned_out = true;
+      token_params.aligned_qk = token_params.aligned_g = true;
       sum[0] += time([&] {
         return kda::launch_kda_tensor_prep(
             {dims, common.options, common.tokens, {}, common.window, common.records, false}, nullptr

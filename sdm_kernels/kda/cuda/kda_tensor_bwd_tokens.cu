@@ -50,12 +50,13 @@ __global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
   wait_copies<0>();
   __syncthreads();
 
+  channels.make_ends();
   const TokenProducts<kK, kV, kType> products(b);
   products.make_updates();
   products.make_score_grads();
   products.make_planes();
 
-  float dG[kBlockRows];
+  ChannelRows dG;
   channels.finish_rows(dG);
   channels.finish_gate(dG);
   __syncthreads();

@@ -2,7 +2,7 @@
 //! @file The token stage of the tensor backward: what a block (one chunk and value head) keeps in
 //! shared memory, and how it gets there.
 //!
-//! The 64 rows are four blocks of 16. A decay from row j to a row i of a later block is cut at the
+//! The 64 rows are eight blocks of 8. A decay from row j to a row i of a later block is cut at the
 //! boundaries between blocks: exp(G_i - start of i's block), whole blocks, exp(end of j's block -
 //! G_j). All are at most 1, whatever the gates. So the products between blocks have the operands
 //!   Xq = q exp(from the start)   Xk = beta k exp(from the start)   Y = k exp(to the end)
@@ -21,14 +21,15 @@
 namespace sdm::kda::cuda {
 
 constexpr int kChunkRows = 64;
-constexpr int kBlockRows = 16;
+constexpr int kBlockRows = 8;
+constexpr int kBlocks = 8;
 
 template <int kK, int kV>
 struct TokenMemory {
   using Keys = KdaTile<kChunkRows, kK>;
   using Rows = KdaTile<kChunkRows, kV>;
   using Square = KdaTile<kChunkRows, kChunkRows>;
-  static constexpr int kThreads = 4 * kK;  // one per block of 16 rows and key channel
+  static constexpr int kThreads = 4 * kK;  // one per block of 8 rows and two key channels
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kSplit = kWarps / 4;  // warps that share 16 rows
   static constexpr int kPitch = kK + 8;
@@ -46,18 +47,22 @@ struct TokenMemory {
   static constexpr int kInverse = kPlanesEnd > kValueEnd ? kPlanesEnd : kValueEnd;
   static constexpr int kKeyGrad = kInverse;                      // dL, over the inverse
   static constexpr int kScoreGrad = kInverse + Square::kBytes;   // dM
-  static constexpr int kDiagonal = kScoreGrad + Square::kBytes;  // float [2][4][16][16]: dL, dM
-  static constexpr int kXq = kDiagonal + 2 * 4 * 256 * 4;
+  static constexpr int kDiagonal = kScoreGrad + Square::kBytes;  // float [2][8][8][8]: dL, dM
+  static constexpr int kXq = kDiagonal + 2 * kBlocks * 64 * 4;
   static constexpr int kXk = kXq + Keys::kBytes;
   static constexpr int kYk = kXk + Keys::kBytes;
-  static constexpr int kDecay = kYk + Keys::kBytes;       // float [4][K]: decay over a block
-  static constexpr int kEndSums = kDecay + 16 * kK;       // float [4][K]: sums of kr dkr
-  static constexpr int kTotals = kEndSums + 16 * kK;      // float [4][K]: sums of dG over a block
-  static constexpr int kGateSums = kTotals + 16 * kK;     // float [2][4][K]
-  static constexpr int kEndGrad = kGateSums + 32 * kK;    // float [K]: gamma sum S dS
+  static constexpr int kPerBlock = kBlocks * kK * 4;      // float [8][K]
+  static constexpr int kDecay = kYk + Keys::kBytes;       // decay over a block
+  static constexpr int kToEnd = kDecay + kPerBlock;       // over all blocks after it
+  static constexpr int kTotals = kToEnd + kPerBlock;      // sums of dG over a block
+  static constexpr int kGateSums = kDecay;                // float [2][8][K], over the decays
+  static constexpr int kEndSums = kTotals + kPerBlock;    // float [4][K]: sums of kr dkr
+  static constexpr int kEndGrad = kEndSums + 16 * kK;     // float [K]: gamma sum S dS
   static constexpr int kBeta = kEndGrad + 4 * kK;         // float [64]
   static constexpr int kValueSums = kBeta + 256;          // float [64]: sums of y v
-  static constexpr int kStateMax = kValueSums + 256;      // uint [K / 8]
+  static constexpr int kStateShare = kValueSums + 256;    // fp16 pair [K / 8]: unit against the top
+  static constexpr int kStateTop = kStateShare + kK / 2;  // float [4]: the largest unit
+  static constexpr int kStateMax = kStateTop + 16;        // uint [K / 8]
   static constexpr int kOutMax = kStateMax + kK / 2;      // uint [4]
   static constexpr int kUMax = kOutMax + 16;              // uint [4]
   static constexpr int kGradMax = kUMax + 16;             // uint [4]
@@ -206,7 +211,7 @@ struct TokenLoads {
 #pragma unroll
     for (int i = 0; i < kRowPieces; ++i) {
       raise(
-          &b.template at<uint32_t>(Memory::kOutMax)[piece(i) / (kBlockRows * kRowSpan)],
+          &b.template at<uint32_t>(Memory::kOutMax)[piece(i) / (16 * kRowSpan)],
           __float_as_uint(largest_of_piece(out[i]))
       );
     }
@@ -215,6 +220,17 @@ struct TokenLoads {
   __device__ __forceinline__ void store(const TokenBlock<kK, kV>& b) const {
     using Memory = TokenMemory<kK, kV>;
     const uint32_t* state_max = b.template at<uint32_t>(Memory::kStateMax);
+    if (threadIdx.x < 32) {
+      const uint32_t own = threadIdx.x < kK / 8 ? state_max[threadIdx.x] : 0;
+      const float top = unit_of(__reduce_max_sync(kWarpMask, own)).unit;
+      if (threadIdx.x < kK / 8) {
+        b.template at<uint32_t>(Memory::kStateShare)[threadIdx.x] =
+            share_pair(unit_of(own).unit, top);
+      }
+      if (threadIdx.x == 0) {
+        *b.template at<float>(Memory::kStateTop) = top;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kStatePieces; ++i) {
       const int n = piece(i);
@@ -233,8 +249,7 @@ struct TokenLoads {
 #pragma unroll
     for (int i = 0; i < kRowPieces; ++i) {
       const int n = piece(i);
-      const uint32_t largest =
-          b.template at<uint32_t>(Memory::kOutMax)[n / (kBlockRows * kRowSpan)];
+      const uint32_t largest = b.template at<uint32_t>(Memory::kOutMax)[n / (16 * kRowSpan)];
       *b.template at<uint4>(Memory::kOut + Memory::Rows::at(n / kRowSpan, n % kRowSpan * 8)) =
           pack_piece(out[i], unit_of(largest).inverse);
     }
@@ -276,7 +291,7 @@ __device__ __forceinline__ void load_state_grad(const TokenBlock<kK, kV>& b) {
     const float* unit = units + row / (kK / 4) * Grads::kGroups;
     const float top = top_of_groups<Grads::kGroups>(unit);
     *b.template at<uint4>(Memory::kStateGrad + KdaTile<kK, kV>::at(row, col)) =
-        multiply_piece(from[n], factor_pair(unit[col / 32] / top));
+        multiply_piece(from[n], share_pair(unit[col / 32], top));
   }
   if (threadIdx.x < 4) {
     b.template at<float>(Memory::kStateGradUnit)[threadIdx.x] =
@@ -298,9 +313,9 @@ __device__ __forceinline__ void load_values(const TokenBlock<kK, kV>& b) {
   for (int i = 0; i < 2 * kV / kK; ++i) {
     const int n = static_cast<int>(threadIdx.x) + i * Memory::kThreads;
     const int row = n / kRowSpan, col = n % kRowSpan * 8;
-    const float* unit = units + row / kBlockRows * Grads::kGroups;
+    const float* unit = units + row / 16 * Grads::kGroups;
     const float top = top_of_groups<Grads::kGroups>(unit);
-    const uint4 y = multiply_piece(from[n], factor_pair(unit[col / 32] / top));
+    const uint4 y = multiply_piece(from[n], share_pair(unit[col / 32], top));
     *b.template at<uint4>(Memory::kY + Memory::Rows::at(row, col)) = y;
     const bool live = row < b.rows;
     const uint4 v =

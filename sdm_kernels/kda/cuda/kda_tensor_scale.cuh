@@ -53,9 +53,15 @@ __device__ __forceinline__ KdaUnit unit_of_warp(const float (&c)[kTiles][4]) {
   return unit_of(__reduce_max_sync(kWarpMask, largest_of(c)));
 }
 
-// The same factor (a power of two, at most 1) in both halves.
-__device__ __forceinline__ uint32_t factor_pair(float factor) {
-  return pack_f16(factor, factor);
+// Of a power of two, as units are.
+__device__ __forceinline__ float inverse_power(float x) {
+  return __uint_as_float((254u << 23) - __float_as_uint(x));
+}
+
+// unit / largest unit, a power of two that is at most 1, in both halves.
+__device__ __forceinline__ uint32_t share_pair(float unit, float top) {
+  const float share = unit * inverse_power(top);
+  return pack_f16(share, share);
 }
 
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t x, uint32_t factor) {
