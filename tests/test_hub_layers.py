@@ -62,6 +62,32 @@ for mode in (Mode.INFERENCE, Mode.TRAINING):
         print(float(y.detach().double().sum()))
 """
 
+KDA = """
+@use_kernel_forward_from_hub("chunk_kda")
+def attend(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, **kwargs,
+):
+    raise AssertionError("the model's own function")
+
+
+@use_kernelized_func(attend)
+class Attention(torch.nn.Module):
+    def forward(self, *inputs):
+        return attend(*inputs, use_qk_l2norm_in_kernel=True)[0]
+
+
+q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
+inputs = (q, k, v, -torch.rand(1, 9, 2, 16), torch.rand(1, 9, 2))
+mapping = {"chunk_kda": {device: layer("chunk_kda") for device in ("cpu", "cuda")}}
+with use_kernel_mapping(mapping, inherit_mapping=False):
+    model = kernelize(Attention(), mode=Mode.TRAINING, device="cpu", use_fallback=False)
+got = torch.autograd.grad(model(*inputs).sum(), (q, k, v))
+expected = package.reference.kda(*inputs, use_qk_l2norm_in_kernel=True)[0]
+for a, b in zip(got, torch.autograd.grad(expected.sum(), (q, k, v))):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+"""
+
 FUNCTION = """
 @use_kernel_forward_from_hub("product_key_topk")
 def pick(scores, factor_dims, k):
@@ -108,6 +134,7 @@ def test_kernelize_from_the_hub_in_every_mode(client):
 @pytest.mark.slow
 def test_function_from_the_hub_in_place_of_a_models_own(client):
     client.run(MODEL + FUNCTION)
+    client.run(MODEL + KDA)
 
 
 @pytest.mark.slow

@@ -25,6 +25,12 @@ def use(k):
     config = k.SparseDeltaMemoryConfig(dim=16, num_heads=2, slots_per_head=16, num_writes=4, num_reads=4)
     y, _ = k.SparseDeltaMemory(config)(torch.randn(1, 6, 16))
     assert y.shape == (1, 6, 16) and y.isfinite().all()
+    q, key, v = (torch.randn(1, 7, 2, 16) for _ in range(3))
+    g, beta = -torch.rand(1, 7, 2, 16), torch.rand(1, 7, 2)
+    options = dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
+    got = k.chunk_kda(q, key, v, g, beta, **options)
+    for a, b in zip(got, k.reference.kda(q, key, v, g, beta, **options)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 """
 
 
@@ -69,6 +75,9 @@ layers = kernels.LayerRepository(
     repo, layer_name="SparseDeltaMemory", version=1, trust_remote_code=True
 )
 assert layers.load() is k.layers.SparseDeltaMemory
+for name in ("chunk_kda", "fused_recurrent_kda"):
+    layers = kernels.LayerRepository(repo, layer_name=name, version=1, trust_remote_code=True)
+    assert layers.load() is getattr(k.layers, name)
 function = kernels.FuncRepository(
     repo, func_name="product_key_topk", version=1, trust_remote_code=True
 )
