@@ -47,6 +47,7 @@ def architecture(capability):
 
 def compile_command(nvcc, arch, unit, program):
     flags = ["-I.", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-DCCCL_DISABLE_NVTX"]
+    flags.append("--threads=4")  # a source each
     return [nvcc, *flags, f"-arch={arch}", "-o", program, *sources_of(unit)]
 
 
