@@ -68,6 +68,74 @@ inline float median(std::vector<float> times) {
   return times[times.size() / 2];
 }
 
+// Medians of the stages alone, summed over the windows of so many records; the carry between
+// windows is left out.
+inline void time_stages(const kda::KdaCudaBwdParams& p, int64_t window_records) {
+  constexpr int64_t kK = 128, kV = 128;
+  using Record = kda::KdaRecord<kK>;
+  const kda::KdaDims& dims = p.base.dims;
+  const int64_t heads = dims.HV, rows = dims.B * dims.T * heads;
+  const kda::KdaWindowPlan plan = kda::kda_window_plan(dims, false, window_records);
+  Stopwatch time;
+  std::vector<float> prep, scan, tokens;
+  const int64_t entries = plan.max_slots() * heads;
+  const DeviceBytes records(entries * Record::kForwardBytes);
+  const DeviceBytes grads(entries * kda::KdaBwdRecord<kK, kV>::kBytes);
+  const DeviceBytes sums(rows / 64 * 2 * kK * 4 + heads * 2 * kK * 4);
+  const DeviceBytes carry(plan.group * heads * kK * kV * 4);
+  check(
+      cudaMemset(carry.data(), 0, static_cast<size_t>(plan.group * heads * kK * kV) * 4),
+      "cudaMemset"
+  );
+  for (int i = 0; i < 7; ++i) {
+    float sum[3] = {};
+    for (int64_t w = plan.num_windows() - 1; w >= 0; --w) {
+      const kda::KdaBwdWindow common{
+          dims,
+          p.base.options,
+          p.base.tokens,
+          {},
+          plan.window(w),
+          {static_cast<char*>(records.data()), Record::kForwardBytes},
+          static_cast<char*>(grads.data())
+      };
+      float* const state = static_cast<float*>(carry.data());
+      const kda::KdaBwdScanParams scan_params{common, p.base.d_out, {}, {}, {state, state}};
+      kda::KdaBwdTokenParams token_params{};
+      token_params.common = common;
+      token_params.d_out = p.base.d_out;
+      token_params.chunk_states = p.base.chunk_states;
+      token_params.d_q = p.base.d_q;
+      token_params.d_k = p.base.d_k;
+      token_params.d_v = p.base.d_v;
+      token_params.d_g = p.base.d_g;
+      token_params.d_beta = p.base.d_beta;
+      token_params.gate_sums = static_cast<float*>(sums.data());
+      token_params.aligned_v = token_params.aligned_out = true;
+      token_params.aligned_qk = token_params.aligned_g = true;
+      sum[0] += time([&] {
+        return kda::launch_kda_tensor_prep(
+            {dims, common.options, common.tokens, {}, common.window, common.records, false}, nullptr
+        );
+      });
+      sum[1] += time([&] { return kda::launch_kda_tensor_bwd_scan(scan_params, nullptr); });
+      sum[2] += time([&] { return kda::launch_kda_tensor_bwd_tokens(token_params, nullptr); });
+    }
+    if (i >= 2) {
+      prep.push_back(sum[0]);
+      scan.push_back(sum[1]);
+      tokens.push_back(sum[2]);
+    }
+  }
+  std::printf(
+      "  %lld windows: records %.3f scan %.3f tokens %.3f ms\n",
+      static_cast<long long>(plan.num_windows()),
+      median(prep),
+      median(scan),
+      median(tokens)
+  );
+}
+
 // Medians at K = V = 128, bfloat16, everything raw. With `saved` the states are there.
 inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
   constexpr int64_t kK = 128, kV = 128;
@@ -124,7 +192,7 @@ inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
       static_cast<int64_t>(std::max(bytes, kda::kda_tensor_fwd_workspace(fwd)))
   );
   Stopwatch time;
-  std::vector<float> forward, whole, prep, scan, tokens;
+  std::vector<float> forward, whole;
   for (int i = 0; i < 13; ++i) {
     const float f =
         time([&] { return kda::launch_kda_tensor_fwd(fwd, workspace.data(), nullptr); });
@@ -135,60 +203,8 @@ inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
     }
   }
 
-  // The stages alone, on records and sums of their own; the carry between windows is left out.
-  const kda::KdaWindowPlan plan = kda::kda_window_plan(dims, false, 1536);
-  using Record = kda::KdaRecord<kK>;
-  const int64_t entries = plan.max_slots() * heads;
-  const DeviceBytes records(entries * Record::kForwardBytes);
-  const DeviceBytes grads(entries * kda::KdaBwdRecord<kK, kV>::kBytes);
-  const DeviceBytes sums(rows / 64 * 2 * kK * 4 + heads * 2 * kK * 4);
-  const DeviceBytes carry(plan.group * heads * kK * kV * 4);
-  check(
-      cudaMemset(carry.data(), 0, static_cast<size_t>(plan.group * heads * kK * kV) * 4),
-      "cudaMemset"
-  );
-  for (int i = 0; saved && i < 7; ++i) {
-    float sum[3] = {};
-    for (int64_t w = plan.num_windows() - 1; w >= 0; --w) {
-      const kda::KdaBwdWindow common{
-          dims,
-          p.base.options,
-          p.base.tokens,
-          {},
-          plan.window(w),
-          {static_cast<char*>(records.data()), Record::kForwardBytes},
-          static_cast<char*>(grads.data())
-      };
-      float* const state = static_cast<float*>(carry.data());
-      const kda::KdaBwdScanParams scan_params{common, p.base.d_out, {}, {}, {state, state}};
-      kda::KdaBwdTokenParams token_params{};
-      token_params.common = common;
-      token_params.d_out = p.base.d_out;
-      token_params.chunk_states = p.base.chunk_states;
-      token_params.d_q = d_q.data();
-      token_params.d_k = d_k.data();
-      token_params.d_v = d_v.data();
-      token_params.d_g = d_g.data();
-      token_params.d_beta = d_beta.data();
-      token_params.gate_sums = static_cast<float*>(sums.data());
-      token_params.aligned_v = token_params.aligned_out = true;
-      token_params.aligned_qk = token_params.aligned_g = true;
-      sum[0] += time([&] {
-        return kda::launch_kda_tensor_prep(
-            {dims, common.options, common.tokens, {}, common.window, common.records, false}, nullptr
-        );
-      });
-      sum[1] += time([&] { return kda::launch_kda_tensor_bwd_scan(scan_params, nullptr); });
-      sum[2] += time([&] { return kda::launch_kda_tensor_bwd_tokens(token_params, nullptr); });
-    }
-    if (i >= 2) {
-      prep.push_back(sum[0]);
-      scan.push_back(sum[1]);
-      tokens.push_back(sum[2]);
-    }
-  }
   std::printf(
-      "time B=%lld T=%lld H=%lld %s: forward %.3f backward %.3f ms, workspace %.0f MB",
+      "time B=%lld T=%lld H=%lld %s: forward %.3f backward %.3f ms, workspace %.0f MB\n",
       static_cast<long long>(B),
       static_cast<long long>(T),
       static_cast<long long>(heads),
@@ -198,15 +214,10 @@ inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
       static_cast<double>(bytes) * 1e-6
   );
   if (saved) {
-    std::printf(
-        "; %lld windows: records %.3f scan %.3f tokens %.3f ms",
-        static_cast<long long>(plan.num_windows()),
-        median(prep),
-        median(scan),
-        median(tokens)
-    );
+    for (const int64_t records : {396, 792, 1536}) {
+      time_stages(p, records);
+    }
   }
-  std::printf("\n");
 }
 
 }  // namespace sdm::test
