@@ -183,6 +183,18 @@ def test_peak_memory(sdm, device):
         del out
 
 
+def test_grouped_values_at_full_size(sdm, device):
+    """Twice as many value heads as keys: gradients of q and k are the sums of their groups."""
+    case = BASE.but(B=4, T=256, H=16, HV=32)
+    inputs = make(case, device)
+    got = results(sdm.chunk_kda, inputs)
+    repeated = inputs.map(lambda x: x.repeat_interleave(2, dim=2), ("q", "k"))
+    expected = results(sdm.chunk_kda, repeated)
+    for name in ("d_q", "d_k"):
+        expected[name] = expected[name].float().unflatten(2, (16, 2)).sum(3)
+    assert_close(got, expected, "kda-low")
+
+
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 def test_both_paths_agree(sdm, device, chunk):
     """The tensor-core path and the plain one, which takes other chunk lengths."""

@@ -56,6 +56,20 @@ def test_packed_against_reference(sdm, device, lengths):
     check_case(sdm, BASE.but(lengths=lengths, initial=False), device, fn=sdm.fused_recurrent_kda)
 
 
+def test_long_sequence_among_short_ones(sdm, device):
+    lengths = (0, 1, 4097, 16, 65) if device.type == "cuda" else (0, 1, 1025, 16, 65)
+    for dtype in DTYPES:
+        inputs = make(BASE.but(lengths=lengths, K=64, V=64, dtype=dtype), device)
+        whole = results(sdm.chunk_kda, inputs)
+        start, stop = 1, 1 + lengths[2]
+        alone = inputs.part(start, stop)
+        alone.initial_state = inputs.initial_state[2:3]
+        got = results(sdm.chunk_kda, alone, grad=False)
+        assert_same_bits(whole["out"][:, start:stop], got["out"])
+        assert_same_bits(whole["final_state"][2:3], got["final_state"])
+        assert all(x.isfinite().all() for x in whole.values())
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lengths", [(0, 0, 64, 0, 66, 0), (0, 0), ()], ids=str)
 def test_empty_sequences(sdm, device, lengths, state_dtype):
@@ -120,8 +134,8 @@ def test_gradient_stays_in_its_document(sdm, device):
 
 def test_many_short_documents(sdm, device):
     """Hundreds of documents, several of them in the time of one chunk."""
-    count = 2050 if device.type == "cuda" else 150
-    case = BASE.but(lengths=(3,) * count, K=16, HV=1)
+    count, heads = (2050, 32) if device.type == "cuda" else (150, 1)
+    case = BASE.but(lengths=(3,) * count, K=16, H=heads, HV=heads)
     inputs = make(case, device)
     whole = results(sdm.chunk_kda, inputs)
     batched = inputs.map(lambda x: x.view(count, 3, *x.shape[2:]), TOKENS)
