@@ -3,6 +3,8 @@
 
 import ast
 import importlib.metadata
+import json
+import os
 import re
 import shutil
 import socket
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 
@@ -170,6 +173,22 @@ def test_build_is_found_in_the_builders_test_shell(tmp_path, monkeypatch, sdm):
     assert conftest.kernel_path() == tmp_path
     monkeypatch.syspath_prepend(str(variant))
     assert conftest.kernel_path() == variant.resolve()
+
+
+def test_a_run_is_recorded(tmp_path):
+    out = tmp_path / "run.json"
+    command = [sys.executable, str(ROOT / "tools" / "record_run.py"), "--out", str(out), "--"]
+    command += ["-p", "no:xdist", "tests/test_variants.py", "-k", "matrix_is_complete or metadata"]
+    environment = {k: v for k, v in os.environ.items() if k != "SDM_VARIANTS"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    assert record["outcomes"]["passed"] >= 1 and record["outcomes"]["skipped"] == 1
+    assert record["failed"] == []
+    assert record["skipped"] == {"make variants builds the matrix": 1}
+    assert record["machine"]["torch"] == torch.__version__
+    assert record["variant"]["id"].startswith("_sparse_delta_memory_")
+    assert " -k matrix_is_complete or metadata" in record["command"]
 
 
 # ---- supply chain -----------------------------------------------------------------------------------

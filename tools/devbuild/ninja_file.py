@@ -42,6 +42,9 @@ REGISTRATION = """\
 # Stands in for what only newer system libraries have; kernel-builder's toolchain needs none of it.
 OLD_RUNTIME = "tools/devbuild/old_runtime.cpp"
 
+# Has the intrinsics of nvcc that clang lacks.
+CLANG_CUDA = "tools/devbuild/clang_cuda.h"
+
 RULES = """\
 ninja_required_version = 1.8
 builddir = {objects}
@@ -187,6 +190,7 @@ def _clang_flags(
     flags += [f"-ffile-prefix-map={torch.root / 'include'}=.", "--target=x86_64-linux-gnu"]
     flags.append(f"--gcc-install-dir={toolchain.gcc_folder(toolchain.find_cxx())}")
     flags += [f"--cuda-path={_n(home)}", f"-resource-dir={_n(home / 'clang' / 'lib')}"]
+    flags += ["-include", CLANG_CUDA]
     for arch in section_archs(section, options):
         base = arch.replace("+PTX", "")
         flags.append(f"--cuda-gpu-arch=sm_{base.replace('.', '')}")
