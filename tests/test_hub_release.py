@@ -158,6 +158,21 @@ def test_files_that_workflows_call_exist():
             assert (ROOT / name).exists(), name
 
 
+def test_commands_in_the_docs_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    seen = set()
+    for page in pages:
+        text = page.read_text()
+        pieces = re.findall(r"^```\w*\n(.*?)^```|`([^`\n]+)`", text, re.M | re.S)
+        code = "\n".join(block or inline for block, inline in pieces)
+        for target in re.findall(r"^make ((?:[a-z][\w-]* ?)+)", code, re.M):
+            seen.update(target.split())
+        for name in re.findall(r"\b((?:tools|benchmarks|examples|tests)/[\w/]+\.py)\b", text):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+    assert {"test", "lint", "variants", "demo"} <= seen <= targets, seen - targets
+
+
 def test_flake_gives_the_builders_outputs():
     text = (ROOT / "flake.nix").read_text()
     assert 'kernel-builder.url = "github:huggingface/kernels";' in text
