@@ -16,18 +16,21 @@
 namespace sdm::test {
 
 struct HostRecords {
-  std::vector<int2> lane, group_count;
+  std::vector<int2> lane, write_post, group_count;
   std::vector<int32_t> position;
-  std::vector<int4> entry, group;
+  std::vector<int4> entry, group, head_post, head_weight;
   std::vector<double> log_decay;
   std::vector<float> group_decay, beta, inverse, qk;
 };
 
-inline HostRecords fetch(const SdmRecords& r, int64_t C, bool gram) {
+inline HostRecords fetch(const SdmRecords& r, int64_t C, size_t W, bool gram) {
   const size_t lanes = static_cast<size_t>(r.num_q * r.n);
   const size_t cells = gram ? static_cast<size_t>(r.num_q * r.Cp * r.Cp) : 0;
   HostRecords h;
   h.lane = to_host(r.lane, lanes);
+  h.write_post = to_host(r.write_post, lanes == 0 ? 0 : static_cast<size_t>(r.num_q * C) * W);
+  h.head_post = to_host(r.head_post, lanes);
+  h.head_weight = to_host(r.head_weight, lanes);
   h.position = to_host(r.position, lanes);
   h.entry = to_host(r.entry, lanes);
   h.log_decay = to_host(r.log_decay, lanes);
@@ -219,6 +222,29 @@ inline void compare_chunk(
           as_float(entry.z), post, std::fabs(post) + 1e-32, 1e-6, "post", &report->weight
       );
       report->same(entry.w, x.lane, "entry lane");
+      if (x.write) {
+        const int2 copy = got.write_post[static_cast<size_t>(q * d.C * d.W + x.lane)];
+        report->same(copy.x, x.slot, "write_post slot");
+        report->same(copy.y, entry.z, "write_post");
+      }
+      if (r - begin < 2) {  // the group's first two entries, with how many there are
+        const size_t group = at + static_cast<size_t>(next[writes > 0]);
+        const bool first = r == begin;
+        const int4 posts = got.head_post[group], weights = got.head_weight[group];
+        const auto flags = [&](int64_t members) {
+          return first ? (members > 1 ? sdm::kSecondBit : 0) | (members > 2 ? sdm::kMoreBit : 0)
+                       : 0;
+        };
+        const int64_t plain = x.write ? x.token : d.C + x.token;
+        report->same(first ? posts.x : posts.z, plain | flags(writes), "head_post row");
+        report->same(first ? posts.y : posts.w, entry.z, "head_post");
+        report->same(
+            first ? weights.x : weights.z,
+            plain | flags(static_cast<int64_t>(end - begin)) | (x.write ? sdm::kOwnerBit : 0),
+            "head_weight row"
+        );
+        report->same(first ? weights.y : weights.w, entry.y, "head_weight");
+      }
       report->same(got.lane[lane].x, x.slot, "lane slot");
       report->same(got.lane[lane].y, entry.y, "lane weight");
       report->same(got.position[lane], static_cast<int64_t>(r), "position");
@@ -252,6 +278,11 @@ inline void compare_chunk(
       report->same(got.lane[at + static_cast<size_t>(lane)].x, -1, "unused lane");
       report->same(got.lane[at + static_cast<size_t>(lane)].y, 0, "unused weight");
       report->same(got.position[at + static_cast<size_t>(lane)], -1, "unused position");
+      if (lane < d.C * d.W) {
+        const int2 copy = got.write_post[static_cast<size_t>(q * d.C * d.W + lane)];
+        report->same(copy.x, -1, "unused write_post");
+        report->same(copy.y, 0, "unused write_post");
+      }
     }
   }
   if (gram) {

@@ -124,10 +124,11 @@ bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
 // Everything that two runs must have in common bit for bit; what is past the counts is not
 // compared.
 bool same_bits(const HostRecords& a, const HostRecords& b) {
-  return same_bytes(a.lane, b.lane) && same_bytes(a.position, b.position) &&
-         same_bytes(a.entry, b.entry) && same_bytes(a.group, b.group) &&
-         same_bytes(a.group_decay, b.group_decay) && same_bytes(a.group_count, b.group_count) &&
-         same_bytes(a.beta, b.beta) && same_bytes(a.inverse, b.inverse) && same_bytes(a.qk, b.qk);
+  return same_bytes(a.lane, b.lane) && same_bytes(a.write_post, b.write_post) &&
+         same_bytes(a.position, b.position) && same_bytes(a.entry, b.entry) &&
+         same_bytes(a.group, b.group) && same_bytes(a.group_decay, b.group_decay) &&
+         same_bytes(a.group_count, b.group_count) && same_bytes(a.beta, b.beta) &&
+         same_bytes(a.inverse, b.inverse) && same_bytes(a.qk, b.qk);
 }
 
 HostRecords run_window(const Inputs& in, const Sequences& sequences, SdmWindow window, bool gram) {
@@ -142,7 +143,7 @@ HostRecords run_window(const Inputs& in, const Sequences& sequences, SdmWindow w
       "launch_sdm_phase1"
   );
   check(cudaDeviceSynchronize(), "phase 1");
-  return fetch(records, in.dims.C, gram);
+  return fetch(records, in.dims.C, static_cast<size_t>(in.dims.W), gram);
 }
 
 int test_case(const Case& c) {
@@ -269,6 +270,15 @@ std::vector<Case> all_cases() {
   wide.window = 10;
   wide.hot = 0.3;
   add(wide);
+  Case one{"one slot, many tiles", 1, 16, 1, 200, 150, 1, 16, true};
+  one.window = 1;
+  add(one);
+  Case lanes{"64-bit links", 1, 2, 1, 40000, 30000, 100000, 2, true};
+  lanes.window = 1;
+  add(lanes);
+  Case full{"full words", 1, 256, 1, 128, 128, 65536, 256};
+  full.window = 1;
+  add(full);
   Case tiles{"many tiles", 1, 256, 1, 300, 200, 20000, 256, true};
   tiles.hot = 0.002;
   tiles.window = 1;
@@ -291,6 +301,7 @@ int main(int argc, char** argv) {
       time_shape(1, 8192, 64, 0.0, gram);
       time_shape(4, 4096, 128, 0.0, gram);
       time_shape(4, 4096, 128, 0.05, gram);
+      time_shape(1, 32768, 64, 0.0, gram);
     }
   }
   return failures != 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Phase 1, gram: products of the entries that share a slot.
+//! @file Phase 1, gram: the records by lane, and the products of the entries that share a slot.
 //!
 //!     A[i,j]  = sum over pairs (write of token i, write of token j, one slot), j <  i
 //!     QK[i,j] = sum over pairs (read of token i, write of token j, one slot),  j <= i
@@ -9,10 +9,13 @@
 //! float.
 //!
 //! A warp owns a token and keeps its row of C sums in shared memory. Its lanes take 32 entries of
-//! the token at a time. Entries with few earlier writes are walked side by side, one lane each;
-//! then those with many, one by one with the whole warp over the writes. Terms that meet in one
-//! column at one step are added in lane order, so the order of a sum follows from the data alone.
-//! Bytes: 12 an entry, 16 a pair, 8 Cp^2 a chunk out.
+//! the token at a time, find them in sorted order through `link`, and write what later stages want
+//! by lane, so that only one word a lane is ever written out of order. Entries with few earlier
+//! writes are walked side by side, one lane each; then those with many, one by one with the whole
+//! warp over the writes. Terms that meet in one column at one step are added in lane order, so the
+//! order of a sum follows from the data alone.
+//! Bytes: 4 and the id and 16 in, 16 out a lane, 16 an entry with earlier writes, 16 a pair, 8 Cp^2
+//! a chunk out.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,7 +26,7 @@ namespace sdm::cuda {
 
 constexpr int kGramWarps = 8;
 constexpr int kShortSpan = 8;  // writes that a lane walks alone
-constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kGramBatch = 4;  // times 32 lanes whose loads are started together
 
 // later * earlier * exp(x); a decay of zero erases whatever was there.
 __device__ __forceinline__ float pair_term(float later, float earlier, double x) {
@@ -53,58 +56,138 @@ __device__ __forceinline__ void add_terms(float* s_row, bool active, int column,
   }
 }
 
-// Adds the pairs of `count` lanes of a chunk, from lane number `first` on, to the row.
-__device__ __forceinline__ void gram_row(
-    const SdmPhase1Params& p, int64_t chunk_at, int32_t first, int32_t count, float* s_row
+__device__ __forceinline__ SdmPair load_pair(const SdmPair* at) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(at);
+  SdmPair pair;
+  *reinterpret_cast<uint4*>(&pair) = raw;
+  return pair;
+}
+
+__device__ __forceinline__ int token_of(const SdmPair& pair) {
+  return static_cast<int>(pair.info & ((1u << kPairTokenBits) - 1));
+}
+
+// Adds the pairs of a warp's 32 entries to the row: entry `position` pairs with the `length` first
+// writes of its group.
+__device__ __forceinline__ void add_pairs(
+    const SdmPair* pairs, int32_t position, int32_t length, float* s_row
 ) {
+  if (!__any_sync(kAllLanes, length > 0)) {
+    return;
+  }
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const double* log_decay = p.records.log_decay + chunk_at;
-  const float2* pair = p.pair + chunk_at;
-  for (int32_t base = 0; base < count; base += 32) {
-    int2 span = make_int2(0, 0);
-    if (base + lane < count) {
-      span = p.span[chunk_at + first + base + lane];
+  SdmPair own{0.0f, 0, 0.0};
+  if (length > 0) {
+    own = load_pair(pairs + position);
+  }
+  const int32_t begin = position - static_cast<int32_t>(own.info >> kPairTokenBits);
+  const int32_t alone = length <= kShortSpan ? length : 0;
+  for (int32_t step = 0; __any_sync(kAllLanes, step < alone); ++step) {
+    float term = 0.0f;
+    int column = 0;
+    if (step < alone) {
+      const SdmPair earlier = load_pair(pairs + begin + step);
+      column = token_of(earlier);
+      term = pair_term(own.value, earlier.value, own.log_decay - earlier.log_decay);
     }
-    const int32_t length = span.y - span.x;
-    if (!__any_sync(kAllLanes, length > 0)) {
-      continue;
-    }
-    double own_log = 0.0;
-    float own_value = 0.0f;
-    if (length > 0) {
-      const int32_t position = p.records.position[chunk_at + first + base + lane];
-      own_log = log_decay[position];
-      own_value = pair[position].x;
-    }
-    const int32_t alone = length <= kShortSpan ? length : 0;
-    for (int32_t step = 0; __any_sync(kAllLanes, step < alone); ++step) {
+    add_terms(s_row, step < alone, column, term);
+  }
+  unsigned rest = __ballot_sync(kAllLanes, length > kShortSpan);
+  while (rest != 0) {
+    const int owner = __ffs(static_cast<int>(rest)) - 1;
+    rest &= rest - 1;
+    const int32_t first = __shfl_sync(kAllLanes, begin, owner);
+    const int32_t count = __shfl_sync(kAllLanes, length, owner);
+    const double later_log = __shfl_sync(kAllLanes, own.log_decay, owner);
+    const float later_value = __shfl_sync(kAllLanes, own.value, owner);
+    for (int32_t step = 0; step < count; step += 32) {
+      const bool active = step + lane < count;
       float term = 0.0f;
       int column = 0;
-      if (step < alone) {
-        const float2 earlier = pair[span.x + step];
-        column = __float_as_int(earlier.y);
-        term = pair_term(own_value, earlier.x, own_log - log_decay[span.x + step]);
+      if (active) {
+        const SdmPair earlier = load_pair(pairs + first + step + lane);
+        column = token_of(earlier);
+        term = pair_term(later_value, earlier.value, later_log - earlier.log_decay);
       }
-      add_terms(s_row, step < alone, column, term);
+      add_terms(s_row, active, column, term);
     }
-    unsigned rest = __ballot_sync(kAllLanes, length > kShortSpan);
-    while (rest != 0) {
-      const int owner = __ffs(static_cast<int>(rest)) - 1;
-      rest &= rest - 1;
-      const int32_t begin = __shfl_sync(kAllLanes, span.x, owner);
-      const int32_t end = __shfl_sync(kAllLanes, span.y, owner);
-      const double later_log = __shfl_sync(kAllLanes, own_log, owner);
-      const float later_value = __shfl_sync(kAllLanes, own_value, owner);
-      for (int32_t e = begin; e < end; e += 32) {
-        const bool active = e + lane < end;
-        float term = 0.0f;
-        int column = 0;
-        if (active) {
-          const float2 earlier = pair[e + lane];
-          column = __float_as_int(earlier.y);
-          term = pair_term(later_value, earlier.x, later_log - log_decay[e + lane]);
+  }
+}
+
+// The records by lane of a token's writes or reads, and their pairs.
+template <typename Word, bool kGram>
+__device__ __forceinline__ void lane_records(
+    const SdmPhase1Params& p,
+    const ChunkPlace& place,
+    int64_t q,
+    int32_t token,
+    bool write,
+    float* s_row
+) {
+  const SdmDims& dims = p.in.dims;
+  const int32_t C = static_cast<int32_t>(dims.C), W = static_cast<int32_t>(dims.W);
+  const int32_t count = write ? W : static_cast<int32_t>(dims.R);
+  const int32_t first = write ? token * W : C * W + token * count;
+  const int64_t chunk_at = q * p.records.n;
+  const Word* link = static_cast<const Word*>(p.link) + chunk_at + first;
+  const int4* entries = p.records.entry + chunk_at;
+  int2* lanes = p.records.lane + chunk_at + first;
+  int2* posts = p.records.write_post + q * C * W + first;
+  int32_t* positions = p.records.position + chunk_at + first;
+  const IndexView& ids = write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
+  const int high = high_half(ids);
+  const bool live = token < place.num_tokens;
+  const int64_t ids_at = live ? token_offset(ids, place, token) : 0;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  for (int32_t base = 0; base < count; base += 32 * kGramBatch) {
+    int32_t position[kGramBatch], length[kGramBatch];
+    RawId id[kGramBatch];
+#pragma unroll
+    for (int k = 0; k < kGramBatch; ++k) {
+      const int32_t a = base + k * 32 + lane;
+      Word found = ~Word{0};
+      id[k] = {0, 0};
+      if (a < count) {
+        found = link[a];
+        if (live) {
+          id[k] = load_id(element_at(ids, ids_at + a * ids.stride[3], 4 + high), high);
         }
-        add_terms(s_row, active, column, term);
+      }
+      const bool used = found != ~Word{0};
+      position[k] = used ? static_cast<int32_t>(found & ((Word{1} << kLinkBits<Word>)-1)) : -1;
+      length[k] = used ? static_cast<int32_t>(found >> kLinkBits<Word>) : 0;
+    }
+    int4 entry[kGramBatch];
+#pragma unroll
+    for (int k = 0; k < kGramBatch; ++k) {
+      entry[k] = make_int4(0, 0, 0, 0);
+      if (position[k] >= 0) {
+        entry[k] = entries[position[k]];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kGramBatch; ++k) {
+      const int32_t a = base + k * 32 + lane;
+      if (a < count) {
+        const int32_t slot = position[k] >= 0 ? static_cast<int32_t>(id[k].low) : -1;
+        lanes[a] = make_int2(slot, entry[k].y);
+        positions[a] = position[k];
+        if (write) {
+          posts[a] = make_int2(slot, entry[k].z);
+        }
+      }
+    }
+    if constexpr (kGram) {
+#pragma unroll 1
+      for (int k = 0; k < kGramBatch; ++k) {
+        // by constants only, so that the arrays stay in registers
+        int32_t own_position = position[0], own_length = length[0];
+#pragma unroll
+        for (int j = 1; j < kGramBatch; ++j) {
+          own_position = j == k ? position[j] : own_position;
+          own_length = j == k ? length[j] : own_length;
+        }
+        add_pairs(p.pair + chunk_at, own_position, own_length, s_row);
       }
     }
   }
@@ -124,6 +207,7 @@ __device__ __forceinline__ void store_gram_row(
 }
 
 // Grid: num_q * Cp / kGramWarps blocks.
+template <typename Word, bool kGram>
 __global__ void __launch_bounds__(kGramWarps * 32) sdm_gram_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
@@ -139,26 +223,27 @@ __global__ void __launch_bounds__(kGramWarps * 32) sdm_gram_kernel(
     return;
   }
   float* s_row = s_rows[warp];
-  for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < Cp; j += 32) {
-    s_row[j] = 0.0f;
+  if constexpr (kGram) {
+    for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < Cp; j += 32) {
+      s_row[j] = 0.0f;
+    }
+    __syncwarp();  // the row is clear before other lanes add to it
   }
-  __syncwarp();  // the row is clear before other lanes add to it
-
-  const int32_t C = static_cast<int32_t>(dims.C);
-  const int32_t W = static_cast<int32_t>(dims.W);
-  const int32_t R = static_cast<int32_t>(dims.R);
-  const int64_t chunk_at = q * p.records.n;
   const int64_t row_at = (q * Cp + i) * Cp;
-  const float* beta = p.records.beta + q * C;
+  const float* beta = p.records.beta + q * dims.C;
   const bool live = i < place.num_tokens;
-  if (live) {
-    gram_row(p, chunk_at, i * W, W, s_row);
+  if (i < dims.C) {
+    lane_records<Word, kGram>(p, place, q, i, true, s_row);
   }
-  store_gram_row(beta, live ? i : 0, Cp, s_row, p.scaled_a + row_at);
-  if (live) {
-    gram_row(p, chunk_at, C * W + i * R, R, s_row);
+  if constexpr (kGram) {
+    store_gram_row(beta, live ? i : 0, Cp, s_row, p.scaled_a + row_at);
   }
-  store_gram_row(beta, live ? i + 1 : 0, Cp, s_row, p.records.qk + row_at);
+  if (i < dims.C) {
+    lane_records<Word, kGram>(p, place, q, i, false, s_row);
+  }
+  if constexpr (kGram) {
+    store_gram_row(beta, live ? i + 1 : 0, Cp, s_row, p.records.qk + row_at);
+  }
 }
 
 }  // namespace sdm::cuda

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Phase 1 of the CUDA kernels: workspace and launches.
 //!
-//! keys -> radix sort -> tiles -> scan -> finish [-> gram -> solve], see the .cuh files. Sort keys
-//! are 32 bits wide when the slot and the chunk number fit, as they do for usual windows.
-#include <cub/device/device_radix_sort.cuh>
+//! sort (count and place, once for every 8 bits of a slot) -> scan -> entries -> gram [-> solve],
+//! see the .cuh files. Without `gram` the gram kernel only writes the records by lane.
+#include <algorithm>
+
 #include <cuda_runtime_api.h>
 
+#include "sdm_kernels/sdm/cuda/sdm_entries.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_gram.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_phase1.h"
 #include "sdm_kernels/sdm/cuda/sdm_scan.cuh"
@@ -40,25 +42,11 @@ struct Carver {
 
 struct Plan {
   SdmPhase1Params params;
-  int key_bits;
-  void* keys[2];  // radix sort flips between the two
-  int32_t* lanes[2];
-  void* sort_temp;
-  size_t sort_temp_bytes;
+  bool wide;  // 64-bit words
+  int passes;
   size_t records_bytes;
   size_t bytes;
 };
-
-template <typename Key>
-cudaError_t sort_lanes(Plan* plan, int64_t count, void* temp, size_t* bytes, cudaStream_t stream) {
-  cub::DoubleBuffer<Key> keys(static_cast<Key*>(plan->keys[0]), static_cast<Key*>(plan->keys[1]));
-  cub::DoubleBuffer<int32_t> lanes(plan->lanes[0], plan->lanes[1]);
-  const cudaError_t error =
-      cub::DeviceRadixSort::SortPairs(temp, *bytes, keys, lanes, count, 0, plan->key_bits, stream);
-  plan->params.sorted_keys = keys.Current();
-  plan->params.sorted_lanes = lanes.Current();
-  return error;
-}
 
 cudaError_t make_plan(
     const SdmDims& dims, const SdmWindow& window, bool gram, void* workspace, Plan* plan
@@ -73,7 +61,7 @@ cudaError_t make_plan(
   const int64_t tiles = ceil_div(n, cuda::kTile);
   const int64_t Cp = round_up(dims.C, 16);
   if (dims.C < 1 || dims.C > cuda::kMaxChunk || dims.S < 1 || dims.S > INT32_MAX || n < 0 ||
-      n > INT32_MAX / 2 || num_q < 0 || num_q > INT32_MAX || num_q * tiles > INT32_MAX ||
+      n > cuda::kMaxLanes || num_q < 0 || num_q > INT32_MAX || num_q * tiles > INT32_MAX ||
       num_q * (Cp / cuda::kGramWarps) > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
@@ -83,9 +71,16 @@ cudaError_t make_plan(
   r.n = static_cast<int32_t>(n);
   r.Cp = static_cast<int32_t>(Cp);
   p.tiles = static_cast<int32_t>(tiles);
-  p.slot_bits = bits_of(dims.S);
-  plan->key_bits = p.slot_bits + bits_of(num_q - 1);
-  const bool wide = plan->key_bits > 32;
+  p.sort_tiles = static_cast<int32_t>(ceil_div(n, cuda::kSortTile));
+  p.by_writes = cuda::FastDivide::by(static_cast<uint32_t>(std::max<int64_t>(dims.W, 1)));
+  p.by_reads = cuda::FastDivide::by(static_cast<uint32_t>(std::max<int64_t>(dims.R, 1)));
+  const int slot_bits = std::max(1, bits_of(dims.S - 1));
+  plan->passes = static_cast<int>(ceil_div(slot_bits, 8));
+  p.digit_bits = static_cast<int32_t>(ceil_div(slot_bits, plan->passes));
+  const int lane_bits = std::max(1, bits_of(n - 1));
+  // a link of 32 bits holds a place and a number of writes, and neither is all ones
+  plan->wide = slot_bits + lane_bits > 32 || dims.C * dims.W >= 65535 || n > 65536;
+  p.lane_bits = plan->wide ? 32 : lane_bits;
 
   Carver carver{static_cast<char*>(workspace), 0};
   carver.take(count, &r.lane);
@@ -103,72 +98,50 @@ cudaError_t make_plan(
   carver.take(cells, &r.qk);
   plan->records_bytes = carver.used;
 
+  const auto take_words = [&]() {
+    uint64_t* wide_words = nullptr;
+    uint32_t* narrow_words = nullptr;
+    carver.take(plan->wide ? count : 0, &wide_words);
+    carver.take(plan->wide ? 0 : count, &narrow_words);
+    return plan->wide ? static_cast<void*>(wide_words) : static_cast<void*>(narrow_words);
+  };
+  p.words[0] = take_words();
+  p.words[1] = take_words();
+  p.link = take_words();
+  p.sorted = p.words[(plan->passes + 1) % 2];
+  carver.take(num_q * p.sort_tiles * cuda::kDigits, &p.digits);
+  carver.take(num_q, &p.num_entries);
   carver.take(num_q * tiles, &p.tile_state);
-  carver.take(count, &p.group_of);
+  carver.take(count, &p.local_log);
   carver.take(gram ? count : 0, &p.pair);
-  carver.take(gram ? count : 0, &p.span);
   carver.take(cells, &p.scaled_a);
-  for (int i = 0; i < 2; ++i) {
-    uint64_t* wide_keys = nullptr;
-    uint32_t* narrow_keys = nullptr;
-    if (wide) {
-      carver.take(count, &wide_keys);
-    } else {
-      carver.take(count, &narrow_keys);
-    }
-    plan->keys[i] = wide ? static_cast<void*>(wide_keys) : static_cast<void*>(narrow_keys);
-    carver.take(count, &plan->lanes[i]);
-  }
-  p.keys = plan->keys[0];
-  p.lanes = plan->lanes[0];
-  if (count > 0) {
-    const cudaError_t error =
-        wide ? sort_lanes<uint64_t>(plan, count, nullptr, &plan->sort_temp_bytes, nullptr)
-             : sort_lanes<uint32_t>(plan, count, nullptr, &plan->sort_temp_bytes, nullptr);
-    if (error != cudaSuccess) {
-      return error;
-    }
-  }
-  char* temp = nullptr;
-  carver.take(static_cast<int64_t>(plan->sort_temp_bytes), &temp);
-  plan->sort_temp = temp;
   plan->bytes = carver.used;
   return cudaSuccess;
 }
 
-template <typename Key>
-cudaError_t launch_sdm_sort_scan(Plan* plan, cudaStream_t stream) {
-  SdmPhase1Params& p = plan->params;
-  const unsigned blocks = static_cast<unsigned>(p.records.num_q * p.tiles);
-  cuda::sdm_keys_kernel<Key><<<blocks, cuda::kThreads, 0, stream>>>(p);
-  cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    return error;
-  }
-  const int64_t count = p.records.num_q * p.records.n;
-  error = sort_lanes<Key>(plan, count, plan->sort_temp, &plan->sort_temp_bytes, stream);
-  if (error != cudaSuccess) {
-    return error;
-  }
-  if (p.tiles > 1) {
-    cuda::sdm_scan_tiles_kernel<Key><<<blocks, cuda::kThreads, 0, stream>>>(p);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) {
-      return error;
-    }
-  }
-  cuda::sdm_scan_kernel<Key><<<blocks, cuda::kThreads, 0, stream>>>(p);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    return error;
-  }
-  cuda::sdm_finish_kernel<Key><<<blocks, cuda::kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+template <typename Word, bool kFirst>
+void launch_sort_pass(const SdmPhase1Params& p, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(p.records.num_q * p.sort_tiles);
+  cuda::sdm_sort_count_kernel<Word, kFirst><<<blocks, cuda::kThreads, 0, stream>>>(p);
+  cuda::sdm_sort_place_kernel<Word, kFirst><<<blocks, cuda::kThreads, 0, stream>>>(p);
 }
 
-cudaError_t launch_sdm_gram(const SdmPhase1Params& p, cudaStream_t stream) {
-  const int64_t blocks = p.records.num_q * (p.records.Cp / cuda::kGramWarps);
-  cuda::sdm_gram_kernel<<<static_cast<unsigned>(blocks), cuda::kGramWarps * 32, 0, stream>>>(p);
+template <typename Word>
+cudaError_t launch_entries(Plan* plan, cudaStream_t stream) {
+  SdmPhase1Params& p = plan->params;
+  launch_sort_pass<Word, true>(p, stream);
+  for (p.pass = 1; p.pass < plan->passes; ++p.pass) {
+    launch_sort_pass<Word, false>(p, stream);
+  }
+  const unsigned blocks = static_cast<unsigned>(p.records.num_q * p.tiles);
+  cuda::sdm_scan_kernel<Word><<<blocks, cuda::kThreads, 0, stream>>>(p);
+  cuda::sdm_entries_kernel<Word><<<blocks, cuda::kThreads, 0, stream>>>(p);
+  const unsigned rows = static_cast<unsigned>(p.records.num_q * (p.records.Cp / cuda::kGramWarps));
+  if (p.gram) {
+    cuda::sdm_gram_kernel<Word, true><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
+  } else {
+    cuda::sdm_gram_kernel<Word, false><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
+  }
   return cudaGetLastError();
 }
 
@@ -236,13 +209,9 @@ cudaError_t launch_sdm_phase1(
   if (records->num_q == 0 || records->n == 0) {
     return cudaSuccess;
   }
-  error = plan.key_bits > 32 ? launch_sdm_sort_scan<uint64_t>(&plan, stream)
-                             : launch_sdm_sort_scan<uint32_t>(&plan, stream);
+  error =
+      plan.wide ? launch_entries<uint64_t>(&plan, stream) : launch_entries<uint32_t>(&plan, stream);
   if (error != cudaSuccess || !gram) {
-    return error;
-  }
-  error = launch_sdm_gram(plan.params, stream);
-  if (error != cudaSuccess) {
     return error;
   }
   return launch_sdm_solve(plan.params, stream);

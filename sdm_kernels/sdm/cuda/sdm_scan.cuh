@@ -1,27 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Phase 1, scan: groups, decays and weights of the sorted entries.
+//! @file Phase 1, scan: the sums of the gates over the sorted entries of every tile by itself.
 //!
 //! With x(entry) = g for the first write of a (token, slot) and 0 otherwise, L = the sum of x over
-//! the entry's group up to the entry and total = the sum over the whole group:
+//! the entry's group up to the entry. Sums are double, so that differences of L keep float
+//! precision; gates are clamped to +-kMaxGate first (exp of it is 0 or infinity in double), which
+//! keeps that true for any gate. A chunk is cut into tiles of kTile sorted entries, one block each,
+//! whatever the device: bits depend on the data alone. What a group has in other tiles is added by
+//! the next stage (sdm_entries.cuh), which finds it in the tiles' states.
 //!
-//!     weight = k exp(L) or q exp(L),   post = k exp(total - L) beta,   group_decay = exp(total)
-//!
-//! Sums are double, so that differences of L keep float precision; gates are clamped to +-kMaxGate
-//! first (exp of it is 0 or infinity in double), which keeps that true for any gate. A chunk is cut
-//! into tiles of kTile sorted entries, one block each, whatever the device:
-//!
-//!     tiles    the scan state of every tile by itself (left out when a chunk is one tile)
-//!     scan     the states of the tiles before it -> L, the group of every entry, group records
-//!     finish   everything that needs the total or, for a read, the last write it sees: both are
-//!              found through the group record
-//!
-//! Combining states is a fixed tree over positions in the chunk: bits depend on the data alone, and
-//! a slot that many tokens share costs no more than others. About 20 + 28 + 90 bytes a lane.
+//! Bytes an entry: a word in, 8 out; the gates of a chunk stay in the caches.
 #pragma once
 
-#include <cub/block/block_load.cuh>
-#include <cub/block/block_scan.cuh>
-#include <cub/block/block_store.cuh>
 #include <cuda_runtime_api.h>
 
 #include "sdm_kernels/sdm/cuda/sdm_sort.cuh"
@@ -30,409 +19,226 @@ namespace sdm::cuda {
 
 constexpr float kMaxGate = 1e4f;
 
-struct SdmScanOp {
-  __device__ SdmScanState operator()(const SdmScanState& a, const SdmScanState& b) const {
-    return {
-        b.head ? b.sum : a.sum + b.sum,
-        a.with_writes + b.with_writes,
-        a.without_writes + b.without_writes,
-        a.head | b.head,
-        b.head ? b.head_writes : a.head_writes
+// What an entry is, told from itself and the one before it.
+struct EntryKind {
+  bool head;   // the first of its slot
+  bool bound;  // a head, or the first read after a write
+  bool owner;  // a write, the first of its token and slot
+  LaneId id;
+};
+
+// Entry e of a chunk with `end` entries; past the end everything is a bound.
+template <typename Word>
+__device__ __forceinline__ EntryKind
+entry_kind(const SdmPhase1Params& p, Word word, Word before, int32_t e, int32_t end) {
+  EntryKind kind;
+  kind.id = split_lane(p, lane_of(p, word));
+  kind.head = e >= end || e == 0 || slot_of(p, word) != slot_of(p, before);
+  const LaneId last = split_lane(p, lane_of(p, before));
+  kind.bound = kind.head || (!kind.id.write && last.write);
+  kind.owner = e < end && kind.id.write && (kind.head || last.token != kind.id.token);
+  return kind;
+}
+
+// Words of the tile's row of 32 entries, and the word before each.
+template <typename Word>
+__device__ __forceinline__ void load_row(
+    const Word* words, int32_t e, int32_t end, Word* word, Word* before
+) {
+  *word = e < end ? words[e] : Word{0};
+  *before = e > 0 && e < end ? words[e - 1] : Word{0};
+}
+
+// Bits of the tile's entries, one word for each 32.
+struct TileBits {
+  uint32_t heads[kTileRows];
+  uint32_t bounds[kTileRows];
+  uint32_t writes[kTileRows];
+};
+
+// The first set bit of the tile at or after position i, -1 if there is none.
+__device__ __forceinline__ int32_t next_bit(const uint32_t* bits, int32_t i) {
+  int32_t row = i / 32;
+  uint32_t rest = row < kTileRows ? bits[row] & (~0u << (i % 32)) : 0u;
+  while (rest == 0 && ++row < kTileRows) {
+    rest = bits[row];
+  }
+  return row < kTileRows ? row * 32 + __ffs(static_cast<int>(rest)) - 1 : -1;
+}
+
+// The last set bit of the tile at or before position i, -1 if there is none.
+__device__ __forceinline__ int32_t last_bit(const uint32_t* bits, int32_t i) {
+  int32_t row = i / 32;
+  uint32_t rest = bits[row] & (~0u >> (31 - i % 32));
+  while (rest == 0 && --row >= 0) {
+    rest = bits[row];
+  }
+  return row >= 0 ? row * 32 + 31 - __clz(static_cast<int>(rest)) : -1;
+}
+
+// A run of entries: the sum since its last head, or of all of it.
+struct ScanRun {
+  double sum;
+  int head;
+};
+
+__device__ __forceinline__ ScanRun join_runs(const ScanRun& a, const ScanRun& b) {
+  return {b.head ? b.sum : a.sum + b.sum, a.head | b.head};
+}
+
+// A warp's runs before each lane's, joined; lane 0 has an empty one.
+__device__ __forceinline__ ScanRun warp_runs_before(ScanRun run, ScanRun* all) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const ScanRun before{
+        __shfl_up_sync(kAllLanes, run.sum, offset), __shfl_up_sync(kAllLanes, run.head, offset)
     };
+    run = lane >= offset ? join_runs(before, run) : run;
   }
-};
-
-// value * exp(x) to float precision; the range of float is left only where the product leaves it.
-__device__ __forceinline__ float times_exp(float value, double x) {
-  if (!(fabs(x) < 80.0)) {  // NaN too
-    return static_cast<float>(static_cast<double>(value) * exp(x));
-  }
-  const float high = static_cast<float>(x);
-  const float low = static_cast<float>(x - static_cast<double>(high));
-  return value * (expf(high) * (1.0f + low));
-}
-
-// The sorted entries of one chunk.
-template <typename Key>
-struct SortedChunk {
-  const Key* keys;       // [n]
-  const int32_t* lanes;  // [n]
-  int32_t n;
-  int32_t writes;  // C * W: write lanes are below
-};
-
-template <typename Key>
-__device__ __forceinline__ SortedChunk<Key> sorted_chunk(const SdmPhase1Params& p, int64_t q) {
-  const int64_t begin = q * p.records.n;
-  return {
-      static_cast<const Key*>(p.sorted_keys) + begin,
-      p.sorted_lanes + begin,
-      p.records.n,
-      static_cast<int32_t>(p.in.dims.C * p.in.dims.W)
+  *all = {__shfl_sync(kAllLanes, run.sum, 31), __shfl_sync(kAllLanes, run.head, 31)};
+  const ScanRun before{
+      __shfl_up_sync(kAllLanes, run.sum, 1), __shfl_up_sync(kAllLanes, run.head, 1)
   };
+  return lane > 0 ? before : ScanRun{0.0, 0};
 }
 
-// Scan state of one entry; `head`: the first of its slot. `previous` is the lane of the entry
-// before.
-__device__ __forceinline__ SdmScanState entry_state(
-    const SdmPhase1Params& p,
-    const ChunkPlace& place,
-    bool used,
-    bool head,
-    int32_t lane,
-    int32_t previous
-) {
-  SdmScanState state{0.0, 0, 0, head, 0};
-  if (!used) {
-    return state;  // closes the last group and counts as none
-  }
-  const LaneId id = split_lane(p.in.dims, lane);
-  if (head) {
-    state.head_writes = id.write;
-    state.with_writes = id.write;
-    state.without_writes = !id.write;
-  }
-  if (id.write && (head || split_lane(p.in.dims, previous).token != id.token)) {
-    const FloatView& view = p.in.tokens.g;
-    const int64_t at = token_offset(view, place, id.token);
-    const float g = load_float(view, p.in.dims.gate_per_write ? at + id.a * view.stride[3] : at);
-    state.sum = g > kMaxGate ? kMaxGate : (g < -kMaxGate ? -kMaxGate : g);  // NaN stays
-  }
-  return state;
+// A double every eight is left out: eight a thread then touch different banks.
+__device__ __forceinline__ int padded(int i) {
+  return i + i / 8;
 }
 
-template <typename Key>
 struct ScanStorage {
-  using LoadKeys = cub::BlockLoad<Key, kThreads, kItems, cub::BLOCK_LOAD_WARP_TRANSPOSE>;
-  using LoadLanes = cub::BlockLoad<int32_t, kThreads, kItems, cub::BLOCK_LOAD_WARP_TRANSPOSE>;
-  using Scan = cub::BlockScan<SdmScanState, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-  using StoreSums = cub::BlockStore<double, kThreads, kItems, cub::BLOCK_STORE_WARP_TRANSPOSE>;
-  using StoreGroups = cub::BlockStore<int32_t, kThreads, kItems, cub::BLOCK_STORE_WARP_TRANSPOSE>;
-
-  union {  // one live at a time, a barrier between
-    typename LoadKeys::TempStorage load_keys;
-    typename LoadLanes::TempStorage load_lanes;
-    typename Scan::TempStorage scan;
-    typename StoreSums::TempStorage store_sums;
-    typename StoreGroups::TempStorage store_groups;
-  };
+  TileBits bits;
+  ScanRun runs[kWarps];
+  int32_t heads[kWarps], heads_with_writes[kWarps];
+  float gates[kTile];
+  double sums[kTile + kTile / 8];
 };
 
-// A thread's kItems consecutive entries of a tile, and their states; entries past n are neutral.
-template <typename Key>
-__device__ __forceinline__ void load_entries(
-    const SdmPhase1Params& p,
-    const ChunkPlace& place,
-    const SortedChunk<Key>& chunk,
-    int32_t tile,
-    ScanStorage<Key>* storage,
-    Key (&keys)[kItems],
-    SdmScanState (&states)[kItems]
-) {
-  int32_t lanes[kItems];
-  const int32_t base = tile * kTile;
-  const int32_t count = min(chunk.n - base, kTile);
-  typename ScanStorage<Key>::LoadKeys(storage->load_keys).Load(chunk.keys + base, keys, count, 0);
-  __syncthreads();  // the union changes hands
-  typename ScanStorage<Key>::LoadLanes(storage->load_lanes)
-      .Load(chunk.lanes + base, lanes, count, 0);
-  __syncthreads();  // the union changes hands
-
-  const int32_t first = base + static_cast<int32_t>(threadIdx.x) * kItems;
-  const bool inside = first > 0 && first < chunk.n;
-  Key previous_key = inside ? chunk.keys[first - 1] : Key{0};
-  int32_t previous_lane = inside ? chunk.lanes[first - 1] : 0;
-#pragma unroll
-  for (int item = 0; item < kItems; ++item) {
-    states[item] = SdmScanState{0.0, 0, 0, 0, 0};
-    if (first + item < chunk.n) {
-      const bool used = slot_of(keys[item], p.slot_bits) < p.in.dims.S;
-      const bool head = first + item == 0 || keys[item] != previous_key;
-      states[item] = entry_state(p, place, used, head, lanes[item], previous_lane);
-    }
-    previous_key = keys[item];
-    previous_lane = lanes[item];
-  }
-}
-
-__device__ __forceinline__ SdmScanState fold_states(const SdmScanState (&states)[kItems]) {
-  SdmScanState total = states[0];
-#pragma unroll
-  for (int item = 1; item < kItems; ++item) {
-    total = SdmScanOp()(total, states[item]);
-  }
-  return total;
-}
-
 // Grid: num_q * tiles blocks.
-template <typename Key>
-__global__ void __launch_bounds__(kThreads) sdm_scan_tiles_kernel(
-    const __grid_constant__ SdmPhase1Params p
-) {
-  __shared__ ScanStorage<Key> s_storage;
-  const int64_t q = blockIdx.x / p.tiles;
-  const int32_t tile = static_cast<int32_t>(blockIdx.x % p.tiles);
-  ChunkPlace place;
-  if (!find_chunk(p.in.dims, p.in.sequences, p.window, q, &place)) {
-    return;
-  }
-  Key keys[kItems];
-  SdmScanState states[kItems];
-  load_entries(p, place, sorted_chunk<Key>(p, q), tile, &s_storage, keys, states);
-  SdmScanState scanned;
-  SdmScanState total;
-  typename ScanStorage<Key>::Scan(s_storage.scan)
-      .InclusiveScan(fold_states(states), scanned, SdmScanOp(), total);
-  if (threadIdx.x == 0) {
-    p.tile_state[q * p.tiles + tile] = total;
-  }
-}
-
-// The first index after `begin` where `holds` is false, at most n. It holds at `begin` and is never
-// true again once false; the search doubles its steps, as most groups are short.
-template <typename Predicate>
-__device__ __forceinline__ int32_t find_end(int32_t begin, int32_t n, const Predicate& holds) {
-  int32_t low = begin;
-  int32_t step = 1;
-  while (step < n - low && holds(low + step)) {
-    low += step;
-    step *= 2;
-  }
-  int32_t high = low + min(step, n - low);
-  while (high - low > 1) {
-    const int32_t middle = low + (high - low) / 2;
-    if (holds(middle)) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return high;
-}
-
-// {slot, first entry, writes, reads} of the group that begins at `first`.
-template <typename Key>
-__device__ __forceinline__ int4
-group_record(const SortedChunk<Key>& chunk, Key key, int32_t slot, int32_t first) {
-  int32_t mid = first;
-  if (chunk.lanes[first] < chunk.writes) {
-    mid = find_end(first, chunk.n, [&](int32_t e) {
-      return chunk.keys[e] == key && chunk.lanes[e] < chunk.writes;
-    });
-  }
-  const int32_t last = mid > first ? mid - 1 : first;
-  const int32_t end = find_end(last, chunk.n, [&](int32_t e) { return chunk.keys[e] == key; });
-  return make_int4(slot, first, mid - first, end - mid);
-}
-
-// The state of the tiles before `tile`; all tiles' groups are counted in *count.
-template <typename Key>
-__device__ __forceinline__ SdmScanState carry_in(
-    const SdmPhase1Params& p, int64_t q, int32_t tile, ScanStorage<Key>* storage, int2* count
-) {
-  SdmScanState carry{0.0, 0, 0, 0, 0};
-  for (int32_t base = 0; base < p.tiles; base += kThreads) {
-    const int32_t t = base + static_cast<int32_t>(threadIdx.x);
-    SdmScanState state{0.0, 0, 0, 0, 0};
-    if (t < p.tiles) {
-      state = p.tile_state[q * p.tiles + t];
-      atomicAdd(&count->x, state.with_writes);
-      atomicAdd(&count->y, state.with_writes + state.without_writes);
-      if (t >= tile) {
-        state = SdmScanState{0.0, 0, 0, 0, 0};
-      }
-    }
-    SdmScanState scanned;
-    SdmScanState total;
-    typename ScanStorage<Key>::Scan(storage->scan)
-        .InclusiveScan(state, scanned, SdmScanOp(), total);
-    carry = SdmScanOp()(carry, total);
-    __syncthreads();  // the next round or user reuses the union; *count is complete after the last
-  }
-  return carry;
-}
-
-// Grid: num_q * tiles blocks.
-template <typename Key>
+template <typename Word>
 __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
-  __shared__ ScanStorage<Key> s_storage;
-  __shared__ int2 s_count;
-  const int64_t q = blockIdx.x / p.tiles;
-  const int32_t tile = static_cast<int32_t>(blockIdx.x % p.tiles);
+  constexpr int kItems = kTile / kThreads;
+  __shared__ __align__(16) ScanStorage s;
+  const TilePlace at = tile_place(p.tiles);
   ChunkPlace place;
-  if (!find_chunk(p.in.dims, p.in.sequences, p.window, q, &place)) {
+  if (!find_chunk(p.in.dims, p.in.sequences, p.window, at.q, &place)) {
     return;
   }
-  SdmScanState carry{0.0, 0, 0, 0, 0};
-  if (p.tiles > 1) {
-    if (threadIdx.x == 0) {
-      s_count = make_int2(0, 0);
-    }
-    __syncthreads();  // s_count is zero before anyone adds
-    carry = carry_in<Key>(p, q, tile, &s_storage, &s_count);
+  const int32_t end = p.num_entries[at.q];
+  const int32_t base = at.tile * kTile;
+  if (base >= end) {
+    return;
   }
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const Word* words = static_cast<const Word*>(p.sorted) + at.q * p.records.n;
+  const FloatView& gates = p.in.tokens.g;
 
-  Key keys[kItems];
-  SdmScanState states[kItems];
-  const SortedChunk<Key> chunk = sorted_chunk<Key>(p, q);
-  load_entries(p, place, chunk, tile, &s_storage, keys, states);
-  const SdmScanState own = fold_states(states);
-  SdmScanState state;
-  typename ScanStorage<Key>::Scan(s_storage.scan).ExclusiveScan(own, state, carry, SdmScanOp());
-  if (p.tiles == 1 && threadIdx.x == kThreads - 1) {
-    const SdmScanState total = SdmScanOp()(state, own);
-    s_count = make_int2(total.with_writes, total.with_writes + total.without_writes);
-  }
-  __syncthreads();  // the union changes hands; all wait for s_count
-  if (tile == 0 && threadIdx.x == 0) {
-    p.records.group_count[q] = s_count;
-  }
-
-  double sums[kItems];
-  int32_t groups[kItems];
-  const int32_t base = tile * kTile;
-  const int32_t first = base + static_cast<int32_t>(threadIdx.x) * kItems;
+  // rows of a warp: 32 entries at a time, consecutive
+  Word word[kItems], before[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    state = SdmScanOp()(state, states[item]);
-    sums[item] = state.sum;
-    groups[item] = state.head_writes ? state.with_writes - 1 : s_count.x + state.without_writes - 1;
-    if (states[item].with_writes + states[item].without_writes > 0) {
-      const int32_t slot = slot_of(keys[item], p.slot_bits);
-      p.records.group[q * chunk.n + groups[item]] =
-          group_record(chunk, keys[item], slot, first + item);
-    }
+    load_row(words, base + (warp * kItems + item) * 32 + lane, end, &word[item], &before[item]);
   }
-  const int32_t valid = min(chunk.n - base, kTile);
-  const int64_t at = q * chunk.n + base;
-  typename ScanStorage<Key>::StoreSums(s_storage.store_sums)
-      .Store(p.records.log_decay + at, sums, valid);
-  __syncthreads();  // the union changes hands
-  typename ScanStorage<Key>::StoreGroups(s_storage.store_groups)
-      .Store(p.group_of + at, groups, valid);
-}
-
-// The first index of [begin, end) whose lane is not below `bound`; lanes ascend inside a group.
-__device__ __forceinline__ int32_t
-find_lane(const int32_t* lanes, int32_t begin, int32_t end, int32_t bound) {
-  if (begin == end || lanes[end - 1] < bound) {
-    return end;
-  }
-  while (begin < end) {
-    const int32_t middle = begin + (end - begin) / 2;
-    if (lanes[middle] < bound) {
-      begin = middle + 1;
-    } else {
-      end = middle;
-    }
-  }
-  return begin;
-}
-
-// Everything of sorted entry e that the scan left open.
-template <typename Key>
-__device__ __forceinline__ void finish_entry(
-    const SdmPhase1Params& p,
-    const ChunkPlace& place,
-    const SortedChunk<Key>& chunk,
-    int64_t q,
-    int32_t e
-) {
-  const SdmDims& dims = p.in.dims;
-  const SdmRecords& records = p.records;
-  const int64_t chunk_at = q * chunk.n;
-  const int32_t slot = slot_of(chunk.keys[e], p.slot_bits);
-  const int32_t lane = chunk.lanes[e];
-  if (slot >= dims.S) {
-    records.lane[chunk_at + lane] = make_int2(-1, 0);
-    records.position[chunk_at + lane] = -1;
-    if (lane < dims.C * dims.W) {
-      records.write_post[q * dims.C * dims.W + lane] = make_int2(-1, 0);
-    }
-    if (p.gram) {
-      p.span[chunk_at + lane] = make_int2(0, 0);
-    }
-    return;
-  }
-  const LaneId id = split_lane(dims, lane);
-  const FloatView& view = id.write ? p.in.tokens.write_val : p.in.tokens.read_val;
-  const float value = load_float(view, token_offset(view, place, id.token) + id.a * view.stride[3]);
-  const int4 group = records.group[chunk_at + p.group_of[chunk_at + e]];
-  const int32_t mid = group.y + group.z;
-  const int32_t W = static_cast<int32_t>(dims.W);
-  // writes of earlier tokens (a write pairs with those), of tokens up to its own (a read)
-  const int32_t end = id.write ? find_lane(chunk.lanes, group.y, e, id.token * W)
-                               : find_lane(chunk.lanes, group.y, mid, (id.token + 1) * W);
-  int32_t row = id.token;
-  double log_decay;
-  float post = 0.0f;
-  if (id.write) {
-    log_decay = records.log_decay[chunk_at + e];
-    const double total = records.log_decay[chunk_at + mid - 1];
-    post = times_exp(value, total - log_decay) * records.beta[q * dims.C + id.token];
-    row |= end == e ? kOwnerBit : 0;
-  } else {
-    // the scan gave a read the sum over all writes; only entries of reads are stored here, only
-    // those of writes are loaded
-    log_decay = end > group.y ? records.log_decay[chunk_at + end - 1] : 0.0;
-    records.log_decay[chunk_at + e] = log_decay;
-    row += static_cast<int32_t>(dims.C);
-  }
-  const float weight = times_exp(value, log_decay);
-  if (e - group.y < 2) {
-    const int64_t head = (chunk_at + p.group_of[chunk_at + e]) * 2 + (e - group.y);
-    const auto flags = [](int32_t count) {
-      return (count > 1 ? kSecondBit : 0) | (count > 2 ? kMoreBit : 0);
-    };
-    const int32_t plain = row & kRowMask;
-    const bool first = e == group.y;
-    reinterpret_cast<int2*>(records.head_post)[head] =
-        make_int2(plain | (first ? flags(group.z) : 0), __float_as_int(post));
-    reinterpret_cast<int2*>(records.head_weight)[head] = make_int2(
-        plain | (first ? flags(group.z + group.w) : 0) | (id.write ? kOwnerBit : 0),
-        __float_as_int(weight)
-    );
-  }
-  records.entry[chunk_at + e] = make_int4(row, __float_as_int(weight), __float_as_int(post), lane);
-  records.lane[chunk_at + lane] = make_int2(slot, __float_as_int(weight));
-  if (lane < dims.C * dims.W) {
-    records.write_post[q * dims.C * dims.W + lane] = make_int2(slot, __float_as_int(post));
-  }
-  records.position[chunk_at + lane] = e;
-  if (p.gram) {
-    p.span[chunk_at + lane] = make_int2(group.y, end);
-    p.pair[chunk_at + e] = make_float2(value, __int_as_float(id.token));
-  }
-}
-
-// Grid: num_q * tiles blocks.
-template <typename Key>
-__global__ void __launch_bounds__(kThreads) sdm_finish_kernel(
-    const __grid_constant__ SdmPhase1Params p
-) {
-  const int64_t q = blockIdx.x / p.tiles;
-  const int32_t tile = static_cast<int32_t>(blockIdx.x % p.tiles);
-  ChunkPlace place;
-  if (!find_chunk(p.in.dims, p.in.sequences, p.window, q, &place)) {
-    return;
-  }
-  const SortedChunk<Key> chunk = sorted_chunk<Key>(p, q);
-  const int64_t at = q * chunk.n;
-  const int32_t num_groups = p.records.group_count[q].y;
-#pragma unroll 4
+  RawFloat raw[kItems];
+  unsigned owners = 0;
+  int heads = 0, with_writes = 0;
+#pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    const int32_t e = tile * kTile + item * kThreads + static_cast<int32_t>(threadIdx.x);
-    if (e < chunk.n) {
-      finish_entry(p, place, chunk, q, e);
+    const int row = warp * kItems + item;
+    const int32_t e = base + row * 32 + lane;
+    const EntryKind kind = entry_kind(p, word[item], before[item], e, end);
+    raw[item] = {0, 0};
+    if (kind.owner) {
+      owners |= 1u << item;
+      const int64_t offset = token_offset(gates, place, kind.id.token);
+      raw[item] =
+          load_raw(gates, p.in.dims.gate_per_write ? offset + kind.id.a * gates.stride[3] : offset);
     }
-    if (e < num_groups) {  // e as the index of a group
-      const int4 group = p.records.group[at + e];
-      const int32_t last = group.y + group.z - 1;
-      p.records.group_decay[at + e] =
-          group.z > 0 ? times_exp(1.0f, p.records.log_decay[at + last]) : 1.0f;
+    const unsigned head_bits = __ballot_sync(kAllLanes, kind.head);
+    const unsigned bound_bits = __ballot_sync(kAllLanes, kind.bound);
+    const unsigned inside = __ballot_sync(kAllLanes, kind.head && e < end);
+    const unsigned writes = __ballot_sync(kAllLanes, kind.head && e < end && kind.id.write);
+    heads += __popc(inside);
+    with_writes += __popc(writes);
+    if (lane == 0) {
+      s.bits.heads[row] = head_bits;
+      s.bits.bounds[row] = bound_bits;
+      s.bits.writes[row] = writes;
     }
+  }
+  if (lane == 0) {
+    s.heads[warp] = heads;
+    s.heads_with_writes[warp] = with_writes;
+  }
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const float g = owners >> item & 1u ? raw_value(gates, raw[item]) : 0.0f;
+    // NaN stays
+    s.gates[(warp * kItems + item) * 32 + lane] =
+        g > kMaxGate ? kMaxGate : (g < -kMaxGate ? -kMaxGate : g);
+  }
+  __syncthreads();  // gates and bits are there
+
+  // now eight consecutive entries a thread
+  const unsigned own_heads = s.bits.heads[thread / 4] >> (thread % 4 * 8) & 0xffu;
+  double sums[kItems];
+  ScanRun run{0.0, 0};
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int head = static_cast<int>(own_heads >> item & 1u);
+    run = join_runs(run, {static_cast<double>(s.gates[thread * kItems + item]), head});
+    sums[item] = run.sum;
+  }
+  ScanRun all;
+  ScanRun carry = warp_runs_before(run, &all);
+  if (lane == 0) {
+    s.runs[warp] = all;
+  }
+  __syncthreads();  // the warps' runs are there
+  ScanRun warps{0.0, 0};
+  for (int w = 0; w < warp; ++w) {
+    warps = join_runs(warps, s.runs[w]);
+  }
+  carry = join_runs(warps, carry);
+  bool open = true;  // no head so far
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    open = open && (own_heads >> item & 1u) == 0;
+    s.sums[padded(thread * kItems + item)] = open ? carry.sum + sums[item] : sums[item];
+  }
+  __syncthreads();  // the sums are there
+  double* local = p.local_log + at.q * p.records.n + base;
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int i = item * kThreads + thread;
+    if (base + i < end) {
+      local[i] = s.sums[padded(i)];
+    }
+  }
+  if (thread == 0) {
+    const int32_t first = next_bit(s.bits.heads, 0);
+    const int32_t bound = next_bit(s.bits.bounds, 0);
+    const int32_t last = last_bit(s.bits.heads, min(end - base, kTile) - 1);
+    SdmTileState state;
+    const int32_t lead = first < 0 ? kTile : first;
+    state.lead_sum = lead > 0 ? s.sums[padded(lead - 1)] : 0.0;
+    state.tail_sum = s.sums[padded(min(end - base, kTile) - 1)];
+    state.with_writes = 0;
+    state.without_writes = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      state.with_writes += s.heads_with_writes[w];
+      state.without_writes += s.heads[w] - s.heads_with_writes[w];
+    }
+    state.first_head = first < 0 ? -1 : base + first;
+    state.first_bound = bound < 0 ? -1 : base + bound;
+    state.last_head = last < 0 ? -1 : base + last;
+    state.last_writes =
+        last < 0 ? 0 : static_cast<int32_t>(s.bits.writes[last / 32] >> (last % 32) & 1u);
+    p.tile_state[at.q * p.tiles + at.tile] = state;
   }
 }
 

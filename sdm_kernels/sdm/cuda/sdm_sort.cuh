@@ -1,36 +1,75 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Phase 1, sort: the sort key of every lane of a window, and what all stages of phase 1
-//! share.
+//! @file Phase 1, sort: the entries of every chunk of a window ordered by slot, and what all stages
+//! of phase 1 share.
 //!
-//! Key of a lane = q << slot_bits | slot, with slot = S for a lane without an entry. One stable
-//! radix sort over the whole window then leaves every chunk in its own segment [q * n, (q + 1) *
-//! n), sorted by (slot, lane), unused lanes last. As write lanes precede read lanes and both run by
-//! token, a group comes out as the specification wants it: writes first, each kind in token order.
+//! A word holds slot << lane_bits | lane: 32 bits when both fit, as they usually do, else 64. Lanes
+//! without an entry get none. A stable radix sort of each chunk by itself, at most 8 bits of the
+//! slot a pass, leaves [q][0, num_entries) sorted by (slot, lane). As write lanes precede read
+//! lanes and both run by token, a group comes out as the specification wants it: writes first, each
+//! kind in token order.
 //!
-//! A block makes kTile keys of one chunk and its beta. Bytes a lane: 4 or 8 of the id in, 8 (12
-//! with 64-bit keys) out; the sort moves twice that per 8 bits of key.
+//! A pass counts the digits of every tile of kSortTile words, then places them: a block knows its
+//! places from the counts of all tiles of its chunk, ranks its words in warps, and writes them
+//! through shared memory, so that words of one digit leave together. The first pass makes the words
+//! from the ids. Bytes a lane: 8 or 16 of the id in and a word out, then two words a pass.
 #pragma once
 
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include "sdm_kernels/cuda/raw_load.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_records.cuh"
 
 namespace sdm::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kItems = 8;
-constexpr int kTile = kThreads * kItems;
-constexpr int kMaxChunk = 256;  // rows in shared memory of gram and solve
+constexpr int kWarps = kThreads / 32;
+constexpr int kTile = 2048;  // sorted entries of a block
+constexpr int kTileRows = kTile / 32;
+constexpr int kSortItems = 16;  // words of a thread
+constexpr int kSortTile = kThreads * kSortItems;
+constexpr int kDigits = 256;
+constexpr int kMaxChunk = 256;      // rows in shared memory of gram and solve
+constexpr int kMaxLanes = 1 << 24;  // of a chunk
+constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Partial result of the scan over a run of sorted entries.
-struct SdmScanState {
-  double sum;              // gates since the last head in the run, or since its start
-  int32_t with_writes;     // heads of groups with writes
-  int32_t without_writes;  // heads of groups of reads only
-  int32_t head;            // 1: the run holds a head
-  int32_t head_writes;     // 1: the group of the last head has writes
+// Division of numbers below 2^31 by a fixed one.
+struct FastDivide {
+  uint32_t divisor, factor, shift;
+
+  static FastDivide by(uint32_t divisor) {
+    uint32_t shift = 0;
+    while ((uint64_t{1} << shift) < divisor) {
+      ++shift;
+    }
+    const uint64_t factor =
+        ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor)) / divisor + 1;
+    return {divisor, static_cast<uint32_t>(factor), shift};
+  }
+
+  __device__ __forceinline__ uint32_t operator()(uint32_t n) const {
+    return (__umulhi(n, factor) + n) >> shift;
+  }
 };
+
+// A tile of sorted entries by itself. Positions count from the chunk's first entry, -1: none.
+struct SdmTileState {
+  double lead_sum;                      // gates up to the first head
+  double tail_sum;                      // gates from the last head on, all gates without a head
+  int32_t with_writes, without_writes;  // heads of groups with writes, of reads only
+  int32_t first_head;
+  int32_t first_bound;  // the first head or first read after a write
+  int32_t last_head;
+  int32_t last_writes;  // 1: the last head is a write
+};
+
+// What a pair of entries needs of the earlier one, and of its own.
+struct alignas(16) SdmPair {
+  float value;    // k or q
+  uint32_t info;  // token, and above kPairTokenBits the distance back to the group's first entry
+  double log_decay;
+};
+
+constexpr int kPairTokenBits = 8;
 
 // Arguments of all kernels of phase 1.
 struct SdmPhase1Params {
@@ -38,37 +77,55 @@ struct SdmPhase1Params {
   SdmWindow window;
   SdmRecords records;
   bool gram;
-  int32_t slot_bits;
-  int32_t tiles;                // ceil(n / kTile)
-  const void* sorted_keys;      // [q][n] uint32 or uint64
-  const int32_t* sorted_lanes;  // [q][n]
-  void* keys;                   // [q][n] before the sort
-  int32_t* lanes;               // [q][n] before the sort
-  SdmScanState* tile_state;     // [q][tiles]
-  int32_t* group_of;            // [q][n] sorted: index of the entry's group
-  float2* pair;                 // [q][n] sorted: {k or q, token as int bits}
-  int2* span;                   // [q][n] by lane: sorted writes [x, y) that pair with the entry
-  float* scaled_a;              // [q][Cp][Cp] A[i,j] * beta[j], strictly lower, zero elsewhere
+  FastDivide by_writes, by_reads;
+  int32_t lane_bits;
+  int32_t digit_bits;
+  int32_t pass;          // of the sort
+  int32_t sort_tiles;    // ceil(n / kSortTile)
+  int32_t tiles;         // ceil(n / kTile)
+  void* words[2];        // [q][n]; a pass goes from one to the other
+  const void* sorted;    // [q][n] after the last pass
+  uint32_t* digits;      // [q][sort_tiles][kDigits]
+  int32_t* num_entries;  // [q]
+  void* link;            // [q][n] by lane: place among the sorted entries, and above kLinkBits the
+                         // number of earlier writes that pair with it; all ones: no entry
+  SdmTileState* tile_state;  // [q][tiles]
+  double* local_log;         // [q][n] sorted: sum of the group's gates up to the entry, in its tile
+  SdmPair* pair;             // [q][n] sorted
+  float* scaled_a;           // [q][Cp][Cp] A[i,j] * beta[j], strictly lower, zero elsewhere
 };
 
-__device__ __forceinline__ float load_float(const FloatView& view, int64_t at) {
-  switch (view.dtype) {
-    case DType::kF32:
-      return static_cast<const float*>(view.data)[at];
-    case DType::kBf16:
-      return __uint_as_float(
-          static_cast<uint32_t>(static_cast<const uint16_t*>(view.data)[at]) << 16
-      );
-    default:
-      return __half2float(static_cast<const __half*>(view.data)[at]);
-  }
-}
+template <typename Word>
+constexpr int kLinkBits = 4 * static_cast<int>(sizeof(Word));
 
 // Element 0 of token i of the chunk.
 template <typename View>
 __device__ __forceinline__ int64_t token_offset(const View& view, const ChunkPlace& place, int i) {
   return place.batch * view.stride[0] + (place.token + i) * view.stride[1] +
          place.head * view.stride[2];
+}
+
+// The place of a view's element in memory, for raw loads.
+template <typename View>
+__device__ const __forceinline__ char* element_at(const View& view, int64_t at, int size) {
+  return static_cast<const char*>(view.data) + at * size;
+}
+
+__device__ __forceinline__ int high_half(const IndexView& view) {
+  return view.is_int64 ? 4 : 0;
+}
+
+__device__ __forceinline__ int high_half(const FloatView& view) {
+  return view.dtype == DType::kF32 ? 2 : 0;
+}
+
+__device__ __forceinline__ RawFloat load_raw(const FloatView& view, int64_t at) {
+  const int high = high_half(view);
+  return load_raw(element_at(view, at, 2 + high), high);
+}
+
+__device__ __forceinline__ float raw_value(const FloatView& view, const RawFloat& raw) {
+  return raw_value(raw, high_half(view), view.dtype == DType::kF16);
 }
 
 // A lane number taken apart.
@@ -78,61 +135,259 @@ struct LaneId {
   int32_t a;
 };
 
-__device__ __forceinline__ LaneId split_lane(const SdmDims& dims, int32_t lane) {
-  const uint32_t writes = static_cast<uint32_t>(dims.C * dims.W);
+__device__ __forceinline__ LaneId split_lane(const SdmPhase1Params& p, int32_t lane) {
+  const uint32_t writes = static_cast<uint32_t>(p.in.dims.C * p.in.dims.W);
   const bool write = static_cast<uint32_t>(lane) < writes;
   const uint32_t local = static_cast<uint32_t>(lane) - (write ? 0u : writes);
-  const uint32_t lanes = static_cast<uint32_t>(write ? dims.W : dims.R);
-  const uint32_t token = local / lanes;
-  return {write, static_cast<int32_t>(token), static_cast<int32_t>(local - token * lanes)};
+  const FastDivide& by = write ? p.by_writes : p.by_reads;
+  const uint32_t token = by(local);
+  return {write, static_cast<int32_t>(token), static_cast<int32_t>(local - token * by.divisor)};
 }
 
-template <typename Key>
-__device__ __forceinline__ int32_t slot_of(Key key, int slot_bits) {
-  return static_cast<int32_t>(key & ((Key{1} << slot_bits) - 1));
+template <typename Word>
+__device__ __forceinline__ int32_t lane_of(const SdmPhase1Params& p, Word word) {
+  return static_cast<int32_t>(word & ((Word{1} << p.lane_bits) - 1));
 }
 
-// Grid: num_q * tiles blocks.
-template <typename Key>
-__global__ void __launch_bounds__(kThreads) sdm_keys_kernel(
-    const __grid_constant__ SdmPhase1Params p
+template <typename Word>
+__device__ __forceinline__ int32_t slot_of(const SdmPhase1Params& p, Word word) {
+  return static_cast<int32_t>(word >> p.lane_bits);
+}
+
+template <typename Word>
+__device__ __forceinline__ int digit_of(const SdmPhase1Params& p, Word word) {
+  return static_cast<int>(
+      word >> (p.lane_bits + p.pass * p.digit_bits) & ((Word{1} << p.digit_bits) - 1)
+  );
+}
+
+// A block's tile of a chunk.
+struct TilePlace {
+  int64_t q;
+  int32_t tile;
+};
+
+__device__ __forceinline__ TilePlace tile_place(int32_t tiles) {
+  return {
+      blockIdx.x / static_cast<uint32_t>(tiles),
+      static_cast<int32_t>(blockIdx.x % static_cast<uint32_t>(tiles))
+  };
+}
+
+// The words of a thread: item i of warp w is number tile + (w * kSortItems + i) * 32 + lane.
+// `used`: bit i is set where there is one. kFirst: from the ids, with lanes without an entry
+// marked.
+template <typename Word, bool kFirst>
+__device__ __forceinline__ unsigned load_words(
+    const SdmPhase1Params& p,
+    const ChunkPlace& place,
+    const TilePlace& at,
+    Word (&words)[kSortItems]
 ) {
-  const SdmDims& dims = p.in.dims;
-  const SdmTokens& tokens = p.in.tokens;
-  const int64_t q = blockIdx.x / p.tiles;
-  const int32_t tile = static_cast<int32_t>(blockIdx.x % p.tiles);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
+  const int32_t first =
+      at.tile * kSortTile + warp * kSortItems * 32 + static_cast<int32_t>(threadIdx.x % 32);
   const int32_t n = p.records.n;
-  ChunkPlace place{0, 0, 0, 0};
-  const bool exists = find_chunk(dims, p.in.sequences, p.window, q, &place);
-  Key* keys = static_cast<Key*>(p.keys) + q * n;
-  int32_t* lanes = p.lanes + q * n;
-
+  unsigned used = 0;
+  if constexpr (kFirst) {
+    RawId ids[kSortItems];
 #pragma unroll
-  for (int item = 0; item < kItems; ++item) {
-    const int32_t lane = tile * kTile + item * kThreads + static_cast<int32_t>(threadIdx.x);
-    if (lane < n) {
-      int64_t slot = dims.S;
-      const LaneId id = split_lane(dims, lane);
-      if (id.token < place.num_tokens) {
-        const IndexView& view = id.write ? tokens.write_idx : tokens.read_idx;
-        const int64_t at = token_offset(view, place, id.token) + id.a * view.stride[3];
-        const int64_t found = view.is_int64 ? static_cast<const int64_t*>(view.data)[at]
-                                            : static_cast<const int32_t*>(view.data)[at];
-        slot = found >= 0 && found < dims.S ? found : dims.S;
+    for (int item = 0; item < kSortItems; ++item) {
+      const int32_t lane = first + item * 32;
+      ids[item] = {~0u, ~0u};
+      if (lane < n) {
+        const LaneId id = split_lane(p, lane);
+        const IndexView& view = id.write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
+        const int high = high_half(view);
+        if (id.token < place.num_tokens) {
+          const int64_t offset = token_offset(view, place, id.token) + id.a * view.stride[3];
+          ids[item] = load_id(element_at(view, offset, 4 + high), high);
+        }
       }
-      keys[lane] = static_cast<Key>(q) << p.slot_bits | static_cast<Key>(slot);
-      lanes[lane] = lane;
+    }
+#pragma unroll
+    for (int item = 0; item < kSortItems; ++item) {
+      const int32_t lane = first + item * 32;
+      const bool write = lane < p.in.dims.C * p.in.dims.W;
+      const IndexView& view = write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
+      const int slot = id_below(ids[item], high_half(view), static_cast<int>(p.in.dims.S));
+      words[item] = static_cast<Word>(slot) << p.lane_bits | static_cast<Word>(lane);
+      used |= slot >= 0 ? 1u << item : 0u;
+    }
+  } else {
+    const int32_t end = p.num_entries[at.q];
+    const Word* from = static_cast<const Word*>(p.words[(p.pass + 1) % 2]) + at.q * n;
+#pragma unroll
+    for (int item = 0; item < kSortItems; ++item) {
+      const int32_t e = first + item * 32;
+      words[item] = 0;
+      if (e < end) {
+        words[item] = from[e];
+        used |= 1u << item;
+      }
     }
   }
-  if (tile == 0) {
+  return used;
+}
+
+// Grid: num_q * sort_tiles blocks.
+template <typename Word, bool kFirst>
+__global__ void __launch_bounds__(kThreads) sdm_sort_count_kernel(
+    const __grid_constant__ SdmPhase1Params p
+) {
+  __shared__ uint32_t s_digits[kDigits];
+  const SdmDims& dims = p.in.dims;
+  const TilePlace at = tile_place(p.sort_tiles);
+  ChunkPlace place{0, 0, 0, 0};
+  const bool exists = find_chunk(dims, p.in.sequences, p.window, at.q, &place);
+  if (kFirst && at.tile == 0) {
+    const FloatView& view = p.in.tokens.beta;
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < dims.C; i += kThreads) {
-      const FloatView& view = tokens.beta;
-      p.records.beta[q * dims.C + i] =
-          i < place.num_tokens ? load_float(view, token_offset(view, place, i)) : 0.0f;
+      p.records.beta[at.q * dims.C + i] =
+          i < place.num_tokens ? raw_value(view, load_raw(view, token_offset(view, place, i)))
+                               : 0.0f;
     }
     if (!exists && threadIdx.x == 0) {
-      p.records.group_count[q] = make_int2(0, 0);
+      p.records.group_count[at.q] = make_int2(0, 0);
     }
+  }
+  if (!exists) {
+    return;
+  }
+  s_digits[threadIdx.x] = 0;
+  __syncthreads();  // the counts are zero before anyone adds
+  Word words[kSortItems];
+  const unsigned used = load_words<Word, kFirst>(p, place, at, words);
+#pragma unroll
+  for (int item = 0; item < kSortItems; ++item) {
+    if (used >> item & 1u) {
+      atomicAdd(&s_digits[digit_of(p, words[item])], 1u);
+    }
+  }
+  __syncthreads();  // the counts are complete
+  p.digits[(at.q * p.sort_tiles + at.tile) * kDigits + threadIdx.x] = s_digits[threadIdx.x];
+}
+
+// The sum of x over the block's threads before this one.
+__device__ __forceinline__ uint32_t block_sum_before(uint32_t x, uint32_t* s_warps) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t sum = x;
+#pragma unroll
+  for (unsigned offset = 1; offset < 32; offset *= 2) {
+    const uint32_t before = __shfl_up_sync(kAllLanes, sum, offset);
+    sum += lane >= offset ? before : 0;
+  }
+  if (lane == 31) {
+    s_warps[warp] = sum;
+  }
+  __syncthreads();  // the warps' sums are there
+  uint32_t base = 0;
+  for (unsigned w = 0; w < warp; ++w) {
+    base += s_warps[w];
+  }
+  __syncthreads();  // s_warps may be written again
+  return base + sum - x;
+}
+
+template <typename Word>
+struct PlaceStorage {
+  uint32_t ranks[kWarps][kDigits];  // words of a digit in a warp; then the first one's place
+  uint32_t first[kDigits];          // of a digit: its place in the chunk less its place in the tile
+  uint32_t warps[kWarps];
+  uint32_t count;
+  Word words[kSortTile];
+};
+
+// Grid: num_q * sort_tiles blocks.
+template <typename Word, bool kFirst>
+__global__ void __launch_bounds__(kThreads) sdm_sort_place_kernel(
+    const __grid_constant__ SdmPhase1Params p
+) {
+  __shared__ PlaceStorage<Word> s;
+  const int32_t n = p.records.n;
+  const TilePlace at = tile_place(p.sort_tiles);
+  ChunkPlace place;
+  if (!find_chunk(p.in.dims, p.in.sequences, p.window, at.q, &place)) {
+    return;
+  }
+  const unsigned thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    s.ranks[w][thread] = 0;
+  }
+  // words of this thread's digit in the tiles before, in all tiles
+  uint32_t before = 0, all = 0;
+  const uint32_t* digits = p.digits + at.q * p.sort_tiles * kDigits + thread;
+  for (int32_t t = 0; t < p.sort_tiles; ++t) {
+    const uint32_t count = digits[t * kDigits];
+    before += t < at.tile ? count : 0;
+    all += count;
+  }
+  Word words[kSortItems];
+  const unsigned used = load_words<Word, kFirst>(p, place, at, words);
+  const uint32_t digit_base = block_sum_before(all, s.warps);
+  if (kFirst && at.tile == 0 && thread == kThreads - 1) {
+    p.num_entries[at.q] = static_cast<int32_t>(digit_base + all);
+  }
+
+  unsigned short ranks[kSortItems];
+#pragma unroll
+  for (int item = 0; item < kSortItems; ++item) {
+    const bool here = used >> item & 1u;
+    const int digit = here ? digit_of(p, words[item]) : kDigits;
+    const unsigned peers = __match_any_sync(kAllLanes, digit);
+    const int leader = __ffs(static_cast<int>(peers)) - 1;
+    uint32_t rank = 0;
+    if (here && static_cast<int>(lane) == leader) {
+      rank = s.ranks[warp][digit];
+      s.ranks[warp][digit] = rank + static_cast<uint32_t>(__popc(peers));
+    }
+    __syncwarp();  // the next leader of the digit reads the count
+    rank = __shfl_sync(kAllLanes, rank, leader);
+    ranks[item] = static_cast<unsigned short>(
+        rank + static_cast<uint32_t>(__popc(peers & ((1u << lane) - 1)))
+    );
+  }
+  __syncthreads();  // all warps have counted
+  uint32_t own = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const uint32_t count = s.ranks[w][thread];
+    s.ranks[w][thread] = own;
+    own += count;
+  }
+  const uint32_t start = block_sum_before(own, s.warps);
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    s.ranks[w][thread] += start;
+  }
+  s.first[thread] = digit_base + before - start;
+  if (thread == kThreads - 1) {
+    s.count = start + own;
+  }
+  __syncthreads();  // places are known
+#pragma unroll
+  for (int item = 0; item < kSortItems; ++item) {
+    if (used >> item & 1u) {
+      s.words[s.ranks[warp][digit_of(p, words[item])] + ranks[item]] = words[item];
+    }
+  }
+  if constexpr (kFirst) {
+    Word* link = static_cast<Word*>(p.link) + at.q * n;
+#pragma unroll
+    for (int item = 0; item < kSortItems; ++item) {
+      const int32_t number = at.tile * kSortTile + static_cast<int32_t>(warp) * kSortItems * 32 +
+                             item * 32 + static_cast<int32_t>(lane);
+      if (number < n && !(used >> item & 1u)) {
+        link[number] = ~Word{0};
+      }
+    }
+  }
+  __syncthreads();  // the tile is sorted
+  Word* to = static_cast<Word*>(p.words[p.pass % 2]) + at.q * n;
+  for (uint32_t i = thread; i < s.count; i += kThreads) {
+    const Word word = s.words[i];
+    to[s.first[digit_of(p, word)] + i] = word;
   }
 }
 
