@@ -71,7 +71,6 @@ def main() -> int:
 
 def build(version: str | None, arguments: argparse.Namespace) -> dict:
     """Makes one variant; returns what is worth recording of it."""
-    start = time.monotonic()
     tools = ROOT / "tools"
     command = [sys.executable, str(tools / "dev_build.py"), "--jobs", str(arguments.jobs)]
     command += ["--out", str(arguments.out)]
@@ -99,7 +98,6 @@ def build(version: str | None, arguments: argparse.Namespace) -> dict:
         "needs": binary.needed(library),
         "bytes": library.stat().st_size,
         "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
-        "seconds": round(time.monotonic() - start),
     }
 
 
