@@ -43,7 +43,9 @@ struct ScanMemory {
   static constexpr int kState = kWrite + Rows::kBytes;
   static constexpr int kUnits = kState + State::kBytes;
   // Units of dO, dU, beta y, dS: float [4][groups][4 blocks].
-  static constexpr int kBytes = kUnits + 4 * kGroups * 4 * 4;
+  static constexpr int kGamma = kUnits + 4 * kGroups * 4 * 4;  // float [K]
+  static constexpr int kBeta = kGamma + kK * 4;                // float [64]
+  static constexpr int kBytes = kBeta + kChunk * 4;
 };
 
 // Sixteen elements of dO in flight: row lane / 2 of the warp's block, columns lane % 2 * 16.
@@ -168,6 +170,8 @@ struct Scan {
   __device__ __forceinline__ void copy_second(const char* record) const {
     copy_to_shared<Square::kBytes>(base + Memory::kInverse, record + Record::kInverse, kThreads);
     copy_to_shared<Keys::kBytes>(base + Memory::kQd, record + Record::kQd, kThreads);
+    static_assert(Record::kBeta == Record::kGamma + kK * 4);
+    copy_to_shared<kK * 4 + kChunk * 4>(base + Memory::kGamma, record + Record::kGamma, kThreads);
   }
 
   __device__ __forceinline__ void copy_third(const char* record) const {
@@ -267,23 +271,11 @@ struct Scan {
     }
   }
 
-  // One chunk: `in` is its record, `out` what the scan leaves, `before` the record of the chunk
-  // before it (null: there is none).
+  // One chunk: `out` is where the scan leaves its part, `before` the record of the chunk before it
+  // (null: there is none).
   __device__ __forceinline__ void chunk_step(
-      const char* in, char* out, const char* before, int64_t chunk, OutRow& next
+      char* out, const char* before, int64_t chunk, OutRow& next
   ) {
-    const float* gamma = reinterpret_cast<const float*>(in + Record::kGamma);
-    const float* beta = reinterpret_cast<const float*>(in + Record::kBeta);
-    float row_beta[2], row_gamma[kBlocks][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row_beta[half] = beta[block * 16 + half * 8 + g];
-#pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-        row_gamma[m][half] = gamma[state_row(m, half)];
-      }
-    }
-
     put_state();
     wait_copies<2>();
     __syncthreads();  // kr, scores, dO and dS are there
@@ -318,7 +310,7 @@ struct Scan {
     }
     put_rows(u, Memory::kU, 1);
     wait_copies<1>();
-    __syncthreads();  // dU, inverse and qd are there; kr and scores are free
+    __syncthreads();  // dU, inverse, qd, gamma and beta are there; kr and scores are free
     if (before != nullptr) {
       copy_first(before);
       next = fetch_out(chunk - 1);
@@ -337,32 +329,36 @@ struct Scan {
       }
     }
     save_y(out, u);
+    const float* row_beta = reinterpret_cast<const float*>(memory + Memory::kBeta) + block * 16 + g;
+    const float beta[2] = {row_beta[0], row_beta[8]};
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
-        u[n][x] *= row_beta[x / 2];
+        u[n][x] *= beta[x / 2];
       }
     }
     put_rows(u, Memory::kWrite, 2);
     {
       const Shares share = shares(0, 0);
       const float factor = scale * share.top;
+      const float* row_gamma = reinterpret_cast<const float*>(memory + Memory::kGamma);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) {
+        const float gamma[2] = {row_gamma[state_row(m, 0)], row_gamma[state_row(m, 1)]};
         float c[4][4];
         transposed_product<Keys>(c, Memory::kQd, block * (kK / 4) + m * 16, Memory::kOut, share, 0);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            s[m][n][x] = s[m][n][x] * row_gamma[m][x / 2] + c[n][x] * factor;
+            s[m][n][x] = s[m][n][x] * gamma[x / 2] + c[n][x] * factor;
           }
         }
       }
     }
     wait_copies<1>();
-    __syncthreads();  // beta y and kd are there; inverse, qd and dO are free
+    __syncthreads();  // beta y and kd are there; inverse, qd, gamma, beta and dO are free
     if (before != nullptr) {
       copy_second(before);
     }
@@ -449,7 +445,7 @@ struct Scan {
       put_out(next, span.last - 1);
       for (int64_t chunk = span.last - 1; chunk >= span.first; --chunk) {
         const char* before = chunk > span.first ? in - HV * p.common.records.stride : nullptr;
-        chunk_step(in, out, before, chunk, next);
+        chunk_step(out, before, chunk, next);
         in = before;
         out -= HV * Out::kBytes;
       }
