@@ -14,11 +14,14 @@
       inherit self;
       path = ./.;
 
-      # What tests/ imports besides torch, pytest and the kernels client.
+      # What tests/ imports besides torch and pytest.
       pythonCheckInputs =
         pkgs: with pkgs; [
           hypothesis
+          jinja2
+          kernels
           numpy
+          pyyaml
         ];
     };
 }
