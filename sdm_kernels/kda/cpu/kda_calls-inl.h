@@ -20,18 +20,28 @@ void carve_all(cpu::Carver* carver, std::vector<T>* all, int64_t count, Carve&& 
   }
 }
 
-// Blocks of a window for `items` heads, enough for all threads to find two.
-inline int64_t shared_window(int64_t threads, int64_t heads) {
-  const int64_t blocks = ceil_div(2 * threads, heads);
+// Value heads at once of a unit that all threads share: their panels keep the threads busy in a
+// scan. A unit of one thread takes them one by one, which needs the least memory.
+inline int64_t heads_at_once(
+    const KdaDims& dims, const UnitPlan& plan, int64_t panels, int64_t threads
+) {
+  const int64_t heads = dims.HV / dims.H;
+  const int64_t wanted = plan.shared > 0 ? ceil_div(2 * threads, panels) : 1;
+  return heads < wanted ? heads : wanted;
+}
+
+// Blocks at once of such a unit: some items for every thread, and enough work to be worth the
+// parallel regions.
+inline int64_t shared_blocks(int64_t heads, int64_t threads) {
+  const int64_t items = threads > 2 ? 4 * threads : 8;
+  const int64_t blocks = ceil_div(items, heads);
   return blocks > 4 ? blocks : 4;
 }
 
-inline FwdShape forward_shape(const KdaDims& dims, const UnitPlan& plan, int64_t threads) {
-  if (plan.shared == 0) {
-    return {1, 1};
-  }
-  const int64_t heads = dims.HV / dims.H;
-  return {heads, shared_window(threads, heads)};
+template <typename Acc>
+FwdShape forward_shape(const KdaDims& dims, const UnitPlan& plan, int64_t threads) {
+  const int64_t heads = heads_at_once(dims, plan, num_panels<Acc>(dims.V), threads);
+  return {heads, plan.shared > 0 ? shared_blocks(heads, threads) : 1};
 }
 
 template <typename Acc>
@@ -44,7 +54,7 @@ Status forward_calls(
   const int64_t num_sequences = static_cast<int64_t>(sequences.size());
   const int64_t threads = parallel.num_threads;
   const UnitPlan plan = plan_units(sequences.data(), num_sequences, dims.H, threads);
-  const FwdShape shape = forward_shape(dims, plan, threads);
+  const FwdShape shape = forward_shape<Acc>(dims, plan, threads);
   const int64_t others = static_cast<int64_t>(plan.units.size()) - plan.shared;
   const int64_t num_units = cpu::num_workers(parallel, others);
 
@@ -103,24 +113,22 @@ inline Status forward(
 
 // ---------------------------------------------------------------------------------------------
 
-inline BwdShape backward_shape(
-    const KdaBwdParams& p, const UnitPlan& plan, int64_t longest, int64_t threads
-) {
+template <typename Acc>
+BwdShape backward_shape(const KdaBwdParams& p, const UnitPlan& plan, int64_t threads) {
   constexpr int64_t kSegmentTokens = 64;  // states of four blocks stay in a second-level cache
   const KdaDims& dims = p.dims;
   const int64_t per_chunk = ceil_div(dims.C, kBlock);
-  const int64_t heads = dims.HV / dims.H;
   BwdShape shape;
-  shape.forward = forward_shape(dims, plan, threads);
+  shape.forward = forward_shape<Acc>(dims, plan, threads);
+  shape.heads = shape.forward.heads;
   shape.group_chunks = 1;
   shape.checkpoints = 0;
   if (p.chunk_states.data == nullptr) {
     shape.group_chunks = dims.C < kSegmentTokens ? kSegmentTokens / dims.C : 1;
-    shape.checkpoints = ceil_div(ceil_div(longest, dims.C), shape.group_chunks);
+    shape.checkpoints = ceil_div(ceil_div(plan.longest, dims.C), shape.group_chunks);
   }
   const bool shared = plan.shared > 0;
-  shape.heads = shared ? heads : 1;
-  const int64_t wanted = shared ? shared_window(threads, heads) : kSegmentTokens / kBlock;
+  const int64_t wanted = shared ? shared_blocks(shape.heads, threads) : kSegmentTokens / kBlock;
   const int64_t group_blocks = shape.group_chunks * per_chunk;
   shape.segment_blocks = round_up(wanted, group_blocks);
   shape.window = shared ? shape.segment_blocks : 1;
@@ -201,7 +209,7 @@ Status backward_calls(
   std::vector<FwdScratch<Acc>> forward_scratch;
   int64_t first = 0;
   for (const UnitPlan& plan : plans) {
-    const BwdShape shape = backward_shape(p, plan, plan.longest, threads);
+    const BwdShape shape = backward_shape<Acc>(p, plan, threads);
     const int64_t others = static_cast<int64_t>(plan.units.size()) - plan.shared;
     const int64_t num_units = cpu::num_workers(parallel, others);
     const auto carve = [&](cpu::Carver* carver) {

@@ -43,30 +43,51 @@ Gate<Acc> gate_of_head(
   return gate;
 }
 
-// The row x of raw gates becomes the log-decay; kept: the raw gate plus bias, null where nobody
-// needs it.
+// From the raw gate plus bias to the log-decay.
+template <KdaGate kKind, typename Acc>
+SDM_INLINE Vec<Acc> log_decay(Vec<Acc> factor, Vec<Acc> lower_bound, Vec<Acc> z) {
+  if constexpr (kKind == KdaGate::kSoftplus) {
+    return sub(set1(Acc(0)), mul(factor, softplus(z)));
+  } else if constexpr (kKind == KdaGate::kLowerBound) {
+    return mul(lower_bound, sigmoid(mul(factor, z)));
+  } else {
+    return z;
+  }
+}
+
+template <KdaGate kKind, typename Acc>
+SDM_INLINE void activate_gate_of(const Gate<Acc>& gate, int64_t K, Acc* x, Acc* total, Acc* kept) {
+  const Vec<Acc> factor = set1(gate.factor);
+  const Vec<Acc> lower_bound = set1(gate.lower_bound);
+  const Acc* bias = gate.bias;
+  for (int64_t c = 0; c < K; c += kLanes<Acc>) {
+    Vec<Acc> z = load(x + c);
+    if (bias != nullptr) {
+      z = add(z, load_n(bias + c, K - c));
+    }
+    if (kept != nullptr) {
+      store(kept + c, z);
+    }
+    store(x + c, log_decay<kKind>(factor, lower_bound, z));
+  }
+  for (int64_t c = 0; c < K; c += kLanes<Acc>) {
+    const Vec<Acc> g = load(x + c);
+    store(total + c, add(load(total + c), g));
+    store(x + c, exp(g));
+  }
+}
+
+// The row x of K raw gates becomes the decays, total += the log-decays; kept: the raw gates plus
+// bias, null where nobody needs them.
 template <typename Acc>
-SDM_INLINE void activate_gate(const Gate<Acc>& gate, int64_t K, Acc* x, Acc* kept) {
-  if (gate.kind == KdaGate::kActivated) {
-    return;
-  }
-  for (int64_t c = 0; c < K && gate.bias != nullptr; c += kLanes<Acc>) {
-    store(x + c, add(load(x + c), load_n(gate.bias + c, K - c)));
-  }
-  for (int64_t c = 0; c < K && kept != nullptr; c += kLanes<Acc>) {
-    store(kept + c, load(x + c));
-  }
-  if (gate.kind == KdaGate::kSoftplus) {
-    const Vec<Acc> minus = set1(-gate.factor);
-    for (int64_t c = 0; c < K; c += kLanes<Acc>) {
-      store(x + c, mul(minus, softplus(load(x + c))));
-    }
-  } else if (gate.kind == KdaGate::kLowerBound) {
-    const Vec<Acc> factor = set1(gate.factor);
-    const Vec<Acc> bound = set1(gate.lower_bound);
-    for (int64_t c = 0; c < K; c += kLanes<Acc>) {
-      store(x + c, mul(bound, sigmoid(mul(factor, load(x + c)))));
-    }
+SDM_INLINE void activate_gate(const Gate<Acc>& gate, int64_t K, Acc* x, Acc* total, Acc* kept) {
+  switch (gate.kind) {
+    case KdaGate::kSoftplus:
+      return activate_gate_of<KdaGate::kSoftplus>(gate, K, x, total, kept);
+    case KdaGate::kLowerBound:
+      return activate_gate_of<KdaGate::kLowerBound>(gate, K, x, total, kept);
+    case KdaGate::kActivated:
+      return activate_gate_of<KdaGate::kActivated>(gate, K, x, total, kept);
   }
 }
 

@@ -124,12 +124,7 @@ void load_tokens(
       scale_row(q, t.q_factor[i], Kp);
       scale_row(k, t.k_factor[i], Kp);
     }
-    activate_gate(gate, K, decay, t.gate != nullptr ? t.gate + i * Kp : nullptr);
-    for (int64_t c = 0; c < Kp; c += kLanes<Acc>) {
-      const Vec<Acc> g = load(decay + c);
-      store(t.gamma + c, add(load(t.gamma + c), g));
-      store(decay + c, exp(g));
-    }
+    activate_gate(gate, K, decay, t.gamma, t.gate != nullptr ? t.gate + i * Kp : nullptr);
   }
   for (int64_t c = 0; c < Kp; c += kLanes<Acc>) {
     store(t.gamma + c, exp(load(t.gamma + c)));
