@@ -60,6 +60,13 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return y;
 }
 
+// Products of both halves.
+__device__ __forceinline__ uint32_t multiply_f16(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 __device__ __forceinline__ float2 unpack_f16(uint32_t x) {
   float2 y;
   asm("{\n"

@@ -99,27 +99,25 @@ __device__ __forceinline__ void store_pairs(void* to, const uint32_t (&x)[kPairs
   }
 }
 
-// Products of neighbouring channels with a factor each, rounded.
-template <int kChannels>
-__device__ __forceinline__ void store_scaled(
-    void* to, const float (&x)[kChannels], const float (&factor)[kChannels]
-) {
-  uint32_t packed[kChannels / 2];
+template <int kPairs>
+__device__ __forceinline__ void pack_pairs(uint32_t (&to)[kPairs], const float (&x)[2 * kPairs]) {
 #pragma unroll
-  for (int c = 0; c < kChannels / 2; ++c) {
-    packed[c] = pack_f16(x[2 * c] * factor[2 * c], x[2 * c + 1] * factor[2 * c + 1]);
+  for (int c = 0; c < kPairs; ++c) {
+    to[c] = pack_f16(x[2 * c], x[2 * c + 1]);
   }
-  store_pairs(to, packed);
 }
 
-template <int kChannels>
-__device__ __forceinline__ void store_plain(void* to, const float (&x)[kChannels]) {
-  uint32_t packed[kChannels / 2];
+// Stores products of neighbouring channels with a factor each.
+template <int kPairs>
+__device__ __forceinline__ void store_scaled(
+    void* to, const uint32_t (&x)[kPairs], const uint32_t (&factor)[kPairs]
+) {
+  uint32_t scaled[kPairs];
 #pragma unroll
-  for (int c = 0; c < kChannels / 2; ++c) {
-    packed[c] = pack_f16(x[2 * c], x[2 * c + 1]);
+  for (int c = 0; c < kPairs; ++c) {
+    scaled[c] = multiply_f16(x[c], factor[c]);
   }
-  store_pairs(to, packed);
+  store_pairs(to, scaled);
 }
 
 // Log-decays of the warp's rows in log2 units; rows past the end get 0.
@@ -206,10 +204,55 @@ __device__ __forceinline__ void add_sums(
   }
 }
 
+// The decay over the rows of warps `begin` to `end` - 1, in fp16.
+template <int kPairs>
+__device__ __forceinline__ void exp2_of_sums(
+    uint32_t (&to)[kPairs], const float* sums, int begin, int end, int pitch
+) {
+  float x[2 * kPairs] = {};
+  add_sums(x, sums, begin, end, pitch);
+#pragma unroll
+  for (int c = 0; c < 2 * kPairs; ++c) {
+    x[c] = fast_exp2(x[c]);
+  }
+  pack_pairs(to, x);
+}
+
+// Sums 16 values, whose partial sums fp16 holds, over the lanes of a warp: over four lanes by a
+// product with ones, which hands each of them four of the values, then in float. Lanes with bit 2
+// clear get the sum of value 4 (lane % 4) + 2 (bit 4 of lane) + (bit 3 of lane).
+__device__ __forceinline__ float sum_16_short(const float (&x)[16]) {
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4;
+  float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const uint32_t a[4] = {
+        pack_f16(x[8 * u], x[8 * u + 1]),
+        pack_f16(x[8 * u + 2], x[8 * u + 3]),
+        pack_f16(x[8 * u + 4], x[8 * u + 5]),
+        pack_f16(x[8 * u + 6], x[8 * u + 7])
+    };
+    constexpr uint32_t kOne = 0x3c00;
+    const uint32_t b0 = g == 4 * u ? kOne : (g == 4 * u + 1 ? kOne << 16 : 0);
+    const uint32_t b1 = g == 4 * u + 2 ? kOne : (g == 4 * u + 3 ? kOne << 16 : 0);
+    mma_f16(c, a, b0, b1);
+  }
+  const bool upper = (lane & 16) != 0;
+  float first = upper ? c[2] : c[0];
+  float second = upper ? c[3] : c[1];
+  first += __shfl_xor_sync(0xffffffffu, upper ? c[0] : c[2], 16);
+  second += __shfl_xor_sync(0xffffffffu, upper ? c[1] : c[3], 16);
+  const bool odd = (lane & 8) != 0;
+  float sum = odd ? second : first;
+  sum += __shfl_xor_sync(0xffffffffu, odd ? first : second, 8);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 4);
+}
+
 // The scores of one batch of 16 pairs inside the warp's 8 rows: pair number n^2 + r belongs to row
 // n; its first n are k_n k_j, the next n + 1 are q_n k_j.
 __device__ __forceinline__ void put_pairs(
-    float (&x)[16],
+    const float (&x)[16],
     int batch,
     const float* beta,
     float* lower,
@@ -217,12 +260,12 @@ __device__ __forceinline__ void put_pairs(
     uint16_t* key_scores,
     int row0
 ) {
-  const float sum = sum_16(x);
+  const float sum = sum_16_short(x);
   const int lane = threadIdx.x % 32;
-  if (lane % 2 != 0) {
+  if ((lane & 4) != 0) {
     return;
   }
-  const int pair = batch * 16 + lane / 2;
+  const int pair = batch * 16 + lane % 4 * 4 + lane / 16 * 2 + lane / 8 % 2;
   int n = 0;
 #pragma unroll
   for (int i = 1; i < 8; ++i) {
@@ -396,16 +439,10 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
 
   // Decay from the chunk's start to the warp's rows, from them to the chunk's end, and, for the
   // second half of 16 rows, over the first.
-  float before[kChannels] = {}, after[kChannels] = {}, over_half[kChannels] = {};
-  add_sums(before, sums + channel, 0, warp, kK);
-  add_sums(after, sums + channel, warp + 1, 8, kK);
-  add_sums(over_half, sums + channel, warp & ~1, warp, kK);
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-    before[c] = exp2f(before[c]);
-    after[c] = exp2f(after[c]);
-    over_half[c] = exp2f(over_half[c]);
-  }
+  uint32_t before[kPairs], after[kPairs], over_half[kPairs];
+  exp2_of_sums(before, sums + channel, 0, warp, kK);
+  exp2_of_sums(after, sums + channel, warp + 1, 8, kK);
+  exp2_of_sums(over_half, sums + channel, warp & ~1, warp, kK);
   if (warp == 0) {
     float* gamma = reinterpret_cast<float*>(record + Record::kGamma);
 #pragma unroll
@@ -467,16 +504,19 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
       k[c] *= from_start[c];
     }
     pairs[i * i + 2 * i] = qk;
+    uint32_t k_short[kPairs], q_short[kPairs];
+    pack_pairs(k_short, k);
+    pack_pairs(q_short, q);
 
-    store_scaled(record_row(i) + Record::kKd, k, before);
-    store_scaled(record_row(i) + Record::kQd, q, before);
+    store_scaled(record_row(i) + Record::kKd, k_short, before);
+    store_scaled(record_row(i) + Record::kQd, q_short, before);
     if (warp >= 2) {
-      store_scaled(operand_row(Shared::kStripKeys + row0 - 16, i), k, over_half);
-      store_scaled(operand_row(Shared::kStripQueries + row0 - 16, i), q, over_half);
+      store_scaled(operand_row(Shared::kStripKeys + row0 - 16, i), k_short, over_half);
+      store_scaled(operand_row(Shared::kStripQueries + row0 - 16, i), q_short, over_half);
     }
     if (warp % 2 != 0) {
-      store_plain(operand_row(Shared::kHalfRows + warp / 2 * 16, i), k);
-      store_plain(operand_row(Shared::kHalfRows + warp / 2 * 16 + 8, i), q);
+      store_pairs(operand_row(Shared::kHalfRows + warp / 2 * 16, i), k_short);
+      store_pairs(operand_row(Shared::kHalfRows + warp / 2 * 16 + 8, i), q_short);
     }
     if (i == 3 || i == 5 || i == 6 || i == 7) {
       const int number = i == 3 ? 0 : i - 4;
@@ -490,11 +530,13 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   }
 
   // Keys decayed to the end of the warp's rows, and on to the chunk's end or a strip's start.
+  uint32_t behind_short[8][kPairs];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    store_scaled(record_row(i) + Record::kKr, behind[i], after);
+    pack_pairs(behind_short[i], behind[i]);
+    store_scaled(record_row(i) + Record::kKr, behind_short[i], after);
     if (warp % 2 == 0) {
-      store_plain(operand_row(Shared::kHalfColumns + warp / 2 * 8, i), behind[i]);
+      store_pairs(operand_row(Shared::kHalfColumns + warp / 2 * 8, i), behind_short[i]);
     }
   }
   float between[kChannels] = {};  // log2 of the decay from the warp's end to the strip
@@ -507,63 +549,68 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     for (int c = 0; c < kChannels; ++c) {
       factor[c] = fast_exp2(between[c]);
     }
+    uint32_t factor_short[kPairs];
+    pack_pairs(factor_short, factor);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      store_scaled(operand_row(Shared::columns_of(strip) + row0, i), behind[i], factor);
+      store_scaled(operand_row(Shared::columns_of(strip) + row0, i), behind_short[i], factor_short);
     }
   }
   __syncthreads();
 
-  // Scores by tensor cores: 24 tiles of the strips, 4 between halves of 16 rows.
+  // Scores by tensor cores: 12 pairs of tiles of the strips, 4 tiles between halves of 16 rows,
+  // whose second tile of a pair is not used.
   const int g = lane / 4;
   const int t = lane % 4;
-  for (int job = warp; job < 28; job += 8) {
-    const bool half = job >= 24;
-    int strip = 0, tile = 0, queries = 0, a_row, b_row;
-    if (half) {
-      const int block = job - 24;
-      a_row = Shared::kHalfRows + block * 16;
-      b_row = Shared::kHalfColumns + block * 8;
-    } else {
-      // Strip 3 has 6 tiles of keys and of queries, strip 2 has 4, strip 1 has 2.
-      queries = job % 2;
-      const int number = job / 2;
-      strip = number < 6 ? 3 : (number < 10 ? 2 : 1);
-      tile = number - (number < 6 ? 0 : (number < 10 ? 6 : 10));
-      a_row = (queries != 0 ? Shared::kStripQueries : Shared::kStripKeys) + (strip - 1) * 16;
-      b_row = Shared::columns_of(strip) + tile * 8;
-    }
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  const uint32_t a_lane = lane % 16 * (kK * 2) + ((lane / 16 ^ (lane & 7)) << 4);
+  const uint32_t b_lane =
+      (lane / 16 * 8 + lane % 8) * (kK * 2) + (((lane / 8 & 1) ^ (lane & 7)) << 4);
+  for (int job = warp; job < 16; job += 8) {
+    const bool half = job >= 12;
+    const int queries = half ? 0 : job % 2;
+    // Strip 3 has three pairs of tiles of keys and of queries, strip 2 has two, strip 1 has one.
+    const int number = job / 2;
+    const int strip = number < 3 ? 3 : (number < 5 ? 2 : 1);
+    const int tile = 2 * (number < 3 ? number : (number < 5 ? number - 3 : 0));
+    const int a_row =
+        half ? Shared::kHalfRows + (job - 12) * 16
+             : (queries != 0 ? Shared::kStripQueries : Shared::kStripKeys) + (strip - 1) * 16;
+    const int b_row =
+        half ? Shared::kHalfColumns + (job - 12) * 8 : Shared::columns_of(strip) + tile * 8;
+    const uint32_t a_from = shared_address(operands) + a_row * (kK * 2);
+    const uint32_t b_from = shared_address(operands) + b_row * (kK * 2);
+    float c[2][4] = {};
 #pragma unroll
-    for (int k = 0; k < kK; k += 32) {
-      uint32_t a[2][4], b[4];
-      load_matrices(
-          a[0], shared_address(operands + Shared::operand(a_row + lane % 16, k + lane / 16 * 8))
-      );
-      load_matrices(
-          a[1],
-          shared_address(operands + Shared::operand(a_row + lane % 16, k + 16 + lane / 16 * 8))
-      );
-      load_matrices(
-          b, shared_address(operands + Shared::operand(b_row + lane % 8, k + lane / 8 * 8))
-      );
-      mma_f16(c, a[0], b[0], b[1]);
-      mma_f16(c, a[1], b[2], b[3]);
+    for (int k = 0; k < kK / 16; ++k) {
+      uint32_t a[4], b[4];
+      load_matrices(a, a_from + (a_lane ^ (k * 32)));
+      load_matrices(b, b_from + (b_lane ^ (k * 32)));
+      mma_f16(c[0], a, b[0], b[1]);
+      mma_f16(c[1], a, b[2], b[3]);
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {  // rows g and g + 8 of the tile
-      const int row = half ? (job - 24) * 16 + 8 + g : strip * 16 + h * 8 + g;
-      const int col = (half ? (job - 24) * 16 : tile * 8) + 2 * t;
-      const bool of_queries = half ? h == 1 : queries != 0;
-      const uint32_t rounded = pack_f16(c[2 * h], c[2 * h + 1]);
+    const auto put = [&](int row, int col, float x, float y, bool of_queries) {
+      const uint32_t rounded = pack_f16(x, y);
       if (of_queries) {
         *reinterpret_cast<uint32_t*>(scores + panel_offset(row, col)) = rounded;
       } else {
-        lower[row * kInversePitch + col] = beta[row] * c[2 * h];
-        lower[row * kInversePitch + col + 1] = beta[row] * c[2 * h + 1];
+        lower[row * kInversePitch + col] = beta[row] * x;
+        lower[row * kInversePitch + col + 1] = beta[row] * y;
         if (key_scores != nullptr) {
           *reinterpret_cast<uint32_t*>(key_scores + panel_offset(row, col)) = rounded;
         }
+      }
+    };
+    if (half) {
+      const int row = (job - 12) * 16 + 8 + g;
+      const int col = (job - 12) * 16 + 2 * t;
+      put(row, col, c[0][0], c[0][1], false);
+      put(row, col, c[0][2], c[0][3], true);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int col = (tile + n) * 8 + 2 * t;
+        put(strip * 16 + g, col, c[n][0], c[n][1], queries != 0);
+        put(strip * 16 + 8 + g, col, c[n][2], c[n][3], queries != 0);
       }
     }
   }
