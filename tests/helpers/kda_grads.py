@@ -31,11 +31,14 @@ def results(
     if not grad:
         return got
     terms = {"out": (out, weights_like(out, 11)), "final_state": (state, weights_like(state, 12))}
-    used = [terms[name] for name in through]
+    # A reference of no tokens has results that depend on nothing.
+    used = [terms[name] for name in through if terms[name][0].requires_grad]
     wanted = [getattr(leaves, name) for name in only]
-    grads = torch.autograd.grad(
-        [x for x, _ in used], wanted, [w for _, w in used], allow_unused=True
-    )
+    grads = [None] * len(wanted)
+    if used:
+        grads = torch.autograd.grad(
+            [x for x, _ in used], wanted, [w for _, w in used], allow_unused=True
+        )
     got.update({f"d_{name}": grad for name, grad in zip(only, grads)})
     return got
 
