@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Backward of Kimi delta attention on tensor cores: windows of chunks from the last to the
-//! first, in each the records, the reverse scan and the gradients of the tokens.
+//! first, in each the records, the reverse scan and the gradients of the tokens. The records of a
+//! window are made in the other of two buffers while the window behind it is scanned.
 //!
 //! States that the forward did not keep are recomputed by running it once more, with d_v, which is
 //! written later, in the place of its output.
@@ -15,11 +16,11 @@
 namespace sdm::kda {
 namespace {
 
-// Records of a window: some waves of blocks on every card, and below 0.2 GiB.
-constexpr int64_t kWindowRecords = 1536;
+// Records of a window: some waves of blocks on every card, and 0.2 GiB in all.
+constexpr int64_t kWindowRecords = 768;
 
 struct BwdMemory {
-  char* records;
+  char* records[2];
   char* bwd_records;
   float* group_grads;
   float* gate_sums;
@@ -90,7 +91,9 @@ BwdMemory carve(const KdaCudaBwdParams& params, const KdaWindowPlan& plan, void*
     memory.states = carver.take(state_rows(dims) * state * 2);
   }
   const Carver shared = carver;  // the forward is over when the windows begin
-  memory.records = carver.take(entries * record_bytes(dims));
+  for (char*& records : memory.records) {
+    records = carver.take(entries * record_bytes(dims));
+  }
   memory.bwd_records = carver.take(entries * bwd_record_bytes(dims));
   if (dims.HV > dims.H) {
     memory.group_grads =
@@ -126,7 +129,7 @@ KdaBwdWindow window_params(
       base.tokens,
       params.cu_seqlens,
       window,
-      {memory.records, record_bytes(base.dims)},
+      {memory.records[window.parity], record_bytes(base.dims)},
       memory.bwd_records
   };
 }
@@ -157,25 +160,37 @@ KdaBwdTokenParams token_params(
   return tokens;
 }
 
+cudaError_t make_records(
+    const KdaCudaBwdParams& params,
+    const BwdMemory& memory,
+    const KdaWindow& window,
+    cudaStream_t stream,
+    bool overlap
+) {
+  const KdaBwdWindow w = window_params(params, memory, window);
+  return launch_kda_tensor_prep(
+      {w.dims, w.options, w.tokens, w.cu_seqlens, window, w.records, false}, stream, overlap
+  );
+}
+
+// The records of window `index` are there or being made; makes those of the one before it.
 cudaError_t run_window(
     const KdaCudaBwdParams& params,
     const BwdMemory& memory,
     const KdaChunkStates& states,
-    const KdaWindow& window,
+    const KdaWindowPlan& plan,
+    int64_t index,
     cudaStream_t stream
 ) {
   const KdaBwdParams& base = params.base;
-  const KdaBwdWindow common = window_params(params, memory, window);
-  cudaError_t error = launch_kda_tensor_prep(
-      {base.dims, base.options, base.tokens, params.cu_seqlens, window, common.records, false},
-      stream
-  );
-  if (error != cudaSuccess) {
-    return error;
-  }
-  error = launch_kda_tensor_bwd_scan(
+  const KdaBwdWindow common = window_params(params, memory, plan.window(index));
+  cudaError_t error = launch_kda_tensor_bwd_scan(
       {common, base.d_out, base.d_final, base.d_initial, {memory.carry[0], memory.carry[1]}}, stream
   );
+  if (error == cudaSuccess && index > 0) {
+    // starts while the scan runs, which waited for everything that read this buffer
+    error = make_records(params, memory, plan.window(index - 1), stream, true);
+  }
   if (error != cudaSuccess) {
     return error;
   }
@@ -226,11 +241,13 @@ cudaError_t launch_kda_tensor_bwd(
     }
   }
   if (dims.N > 0 && dims.HV > 0) {
-    for (int64_t i = plan.num_windows() - 1; i >= 0; --i) {
-      const cudaError_t error = run_window(params, memory, states, plan.window(i), stream);
-      if (error != cudaSuccess) {
-        return error;
-      }
+    const int64_t last = plan.num_windows() - 1;
+    cudaError_t error = make_records(params, memory, plan.window(last), stream, false);
+    for (int64_t i = last; i >= 0 && error == cudaSuccess; --i) {
+      error = run_window(params, memory, states, plan, i, stream);
+    }
+    if (error != cudaSuccess) {
+      return error;
     }
   }
   if (base.d_A_log == nullptr && base.d_dt_bias == nullptr) {

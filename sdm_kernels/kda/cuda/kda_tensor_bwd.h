@@ -60,6 +60,8 @@ struct KdaBwdSumParams {
   float* d_dt_bias;  // null: not wanted
 };
 
+// The scan, the token stage and the groups may be launched while the kernel in front of them runs;
+// they wait for it before they do anything.
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_scan(
     const KdaBwdScanParams& p, cudaStream_t stream
 );

@@ -4,18 +4,20 @@
 
 #include <cstdint>
 
-#include <cuda_runtime_api.h>
+#include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 
 namespace sdm::kda {
 
+// A grid of one dimension. With `overlap` the kernel calls wait_for_previous_kernel() first.
 template <typename Params>
-cudaError_t launch_kernel(
+[[nodiscard]] cudaError_t launch_blocks(
     void (*kernel)(Params),
     const Params& params,
     int64_t blocks,
     int threads,
-    int64_t shared_bytes,
-    cudaStream_t stream
+    int shared_bytes,
+    cudaStream_t stream,
+    bool overlap
 ) {
   if (blocks == 0) {
     return cudaSuccess;
@@ -23,25 +25,8 @@ cudaError_t launch_kernel(
   if (blocks < 0 || blocks > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
-  const void* function = reinterpret_cast<const void*>(kernel);
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)
-    );
-    if (error != cudaSuccess) {
-      return error;
-    }
-  }
-  Params copy = params;
-  void* arguments[] = {&copy};
-  return cudaLaunchKernel(
-      function,
-      dim3(static_cast<unsigned>(blocks)),
-      dim3(static_cast<unsigned>(threads)),
-      arguments,
-      static_cast<size_t>(shared_bytes),
-      stream
-  );
+  const dim3 grid(static_cast<unsigned>(blocks));
+  return launch_kernel(kernel, grid, threads, shared_bytes, stream, overlap, params);
 }
 
 }  // namespace sdm::kda

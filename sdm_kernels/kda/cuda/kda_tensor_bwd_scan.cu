@@ -15,6 +15,8 @@ __global__ void __launch_bounds__(128 * kGroups, 2) kda_bwd_scan_kernel(
 ) {
   extern __shared__ __align__(128) char kda_shared[];
   using S = Scan<kK, kV, kGroups>;
+  wait_for_previous_kernel();
+  allow_next_kernel();
   const int64_t HV = p.common.dims.HV;
   const int64_t index = blockIdx.x / (HV * S::kSlices);
   const KdaSpan span = kda_span(p.common.cu_seqlens, p.common.window, index, p.common.dims);
@@ -48,13 +50,14 @@ __global__ void __launch_bounds__(128 * kGroups, 2) kda_bwd_scan_kernel(
 template <int kK, int kV, int kGroups>
 cudaError_t launch_groups(const KdaBwdScanParams& p, int64_t spans, cudaStream_t stream) {
   using S = Scan<kK, kV, kGroups>;
-  return launch_kernel(
+  return launch_blocks(
       &kda_bwd_scan_kernel<kK, kV, kGroups>,
       p,
       spans * p.common.dims.HV * S::kSlices,
       S::kThreads,
       ScanMemory<kK, kGroups>::kBytes,
-      stream
+      stream,
+      true
   );
 }
 

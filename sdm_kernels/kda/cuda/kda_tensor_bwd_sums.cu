@@ -14,6 +14,8 @@ template <int kK, DType kType>
 __global__ void __launch_bounds__(256) kda_bwd_group_kernel(
     const __grid_constant__ KdaBwdTokenParams p
 ) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
   constexpr int kCount = kK / 32;
   const KdaDims& dims = p.common.dims;
   const KdaTokens& tokens = p.common.tokens;
@@ -128,8 +130,14 @@ __global__ void __launch_bounds__(128) kda_bwd_clear_kernel(
 
 template <int kK, DType kType>
 cudaError_t launch_groups(const KdaBwdTokenParams& p, cudaStream_t stream) {
-  return launch_kernel(
-      &kda_bwd_group_kernel<kK, kType>, p, p.common.window.slots() * p.common.dims.H, 256, 0, stream
+  return launch_blocks(
+      &kda_bwd_group_kernel<kK, kType>,
+      p,
+      p.common.window.slots() * p.common.dims.H,
+      256,
+      0,
+      stream,
+      true
   );
 }
 
@@ -147,13 +155,19 @@ cudaError_t launch_kda_tensor_bwd_groups(const KdaBwdTokenParams& p, cudaStream_
 }
 
 cudaError_t launch_kda_tensor_bwd_sums(const KdaBwdSumParams& p, cudaStream_t stream) {
-  return launch_kernel(
-      &cuda::kda_bwd_sum_kernel, p, p.HV, cuda::kSumThreads, 2 * cuda::kSumThreads * 4, stream
+  return launch_blocks(
+      &cuda::kda_bwd_sum_kernel,
+      p,
+      p.HV,
+      cuda::kSumThreads,
+      2 * cuda::kSumThreads * 4,
+      stream,
+      false
   );
 }
 
 cudaError_t launch_kda_tensor_bwd_clear(const KdaBwdTokenParams& p, cudaStream_t stream) {
-  return launch_kernel(&cuda::kda_bwd_clear_kernel, p, p.common.dims.T, 128, 0, stream);
+  return launch_blocks(&cuda::kda_bwd_clear_kernel, p, p.common.dims.T, 128, 0, stream, false);
 }
 
 }  // namespace sdm::kda

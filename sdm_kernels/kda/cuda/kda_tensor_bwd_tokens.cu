@@ -17,6 +17,8 @@ __global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
     const __grid_constant__ KdaBwdTokenParams p
 ) {
   extern __shared__ __align__(128) char kda_shared[];
+  wait_for_previous_kernel();
+  allow_next_kernel();
   const KdaDims& dims = p.common.dims;
   const int64_t slot = blockIdx.x / dims.HV, hv = blockIdx.x % dims.HV;
   const KdaSpan span = kda_chunk_of_slot(p.common.cu_seqlens, p.common.window, slot, dims);
@@ -66,13 +68,14 @@ __global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
 
 template <int kK, int kV, DType kType>
 cudaError_t launch_tokens(const KdaBwdTokenParams& p, cudaStream_t stream) {
-  return launch_kernel(
+  return launch_blocks(
       &kda_bwd_token_kernel<kK, kV, kType>,
       p,
       p.common.window.slots() * p.common.dims.HV,
       TokenMemory<kK, kV>::kThreads,
       TokenMemory<kK, kV>::kBytes,
-      stream
+      stream,
+      true
   );
 }
 
