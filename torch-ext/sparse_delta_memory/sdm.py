@@ -387,7 +387,8 @@ def cuda_chunk_limit(shared_memory: int, element_size: int) -> int:
     """Return the most tokens of a chunk that a CUDA block holds, a multiple of 16 up to 256.
 
     Two rows of float32 a token, of 64 columns for a 16-bit bank and 32 for float32, 8 more each to
-    keep clear of bank conflicts; 80 KiB for rows in flight (``chunk_loop_smem`` in sdm_chunk_loop.cuh).
+    keep clear of bank conflicts; 80 KiB for rows in flight (``slots_smem`` in sdm_slots.cuh asks for
+    a little less).
     """
     columns = 128 // element_size + 8
     tokens = (shared_memory - 80 * 1024) // (2 * columns * 4)

@@ -7,24 +7,11 @@
 namespace sdm {
 namespace cuda {
 
-cudaError_t launch_copy_bank(
-    DType dtype,
-    const SdmDims& dims,
-    const BankView& from,
-    const BankView& to,
-    cudaStream_t stream,
-    const SdmSequence* sequences,
-    const void* checkpoints,
-    int64_t first_chunk,
-    int64_t segment_chunks
-) {
-  const BankCopy p{
-      from, to, dims.N, dims.H, dims.S, dims.D, sequences, checkpoints, first_chunk, segment_chunks
-  };
-  const bool aligned = aligned_bank(from, dtype, dims.D) && aligned_bank(to, dtype, dims.D) &&
-                       reinterpret_cast<uintptr_t>(checkpoints) % 16 == 0;
+namespace {
+
+cudaError_t launch_bank_copy(const BankCopy& p, DType dtype, bool aligned, cudaStream_t stream) {
   const int64_t vec = aligned ? 16 / element_size(dtype) : 1;
-  const int64_t total = dims.N * dims.H * dims.S * (dims.D / vec);
+  const int64_t total = p.N * p.H * p.S * (p.D / vec);
   if (total == 0) {
     return cudaSuccess;
   }
@@ -43,6 +30,65 @@ cudaError_t launch_copy_bank(
     sdm_copy_bank_kernel<uint16_t, 1><<<blocks, kBankThreads, 0, stream>>>(p);
   }
   return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_copy_bank(
+    DType dtype,
+    const SdmDims& dims,
+    const BankView& from,
+    const BankView& to,
+    cudaStream_t stream,
+    const SdmSequence* sequences,
+    const void* checkpoints,
+    int64_t first_chunk,
+    int64_t segment_chunks
+) {
+  const BankCopy p{
+      from,
+      to,
+      dims.N,
+      dims.H,
+      dims.S,
+      dims.D,
+      sequences,
+      const_cast<void*>(checkpoints),
+      false,
+      first_chunk,
+      segment_chunks
+  };
+  const bool aligned = aligned_bank(from, dtype, dims.D) && aligned_bank(to, dtype, dims.D) &&
+                       reinterpret_cast<uintptr_t>(checkpoints) % 16 == 0;
+  return launch_bank_copy(p, dtype, aligned, stream);
+}
+
+cudaError_t launch_keep_bank(
+    DType dtype,
+    const SdmDims& dims,
+    const BankView& bank,
+    cudaStream_t stream,
+    const SdmSequence* sequences,
+    void* checkpoints,
+    int64_t chunk,
+    int64_t segment_chunks
+) {
+  const BankCopy p{
+      bank,
+      bank,
+      dims.N,
+      dims.H,
+      dims.S,
+      dims.D,
+      sequences,
+      checkpoints,
+      true,
+      chunk,
+      segment_chunks
+  };
+  const bool aligned =
+      aligned_bank(bank, dtype, dims.D) && reinterpret_cast<uintptr_t>(checkpoints) % 16 == 0;
+  return launch_bank_copy(p, dtype, aligned, stream);
 }
 
 cudaError_t launch_sum_banks(

@@ -12,10 +12,11 @@ constexpr int kBankThreads = 256;
 struct BankCopy {
   BankView from, to;
   int64_t N, H, S, D;
-  // replay: only sequences with more than first_chunk chunks; from checkpoints where first_chunk >
-  // 0
+  // replay: only sequences with more than first_chunk chunks, and in the place of `from` (or `to`)
+  // their checkpoint of that chunk, where it is not the first
   const SdmSequence* sequences;  // null: all
-  const void* checkpoints;
+  void* checkpoints;
+  bool into_checkpoints;
   int64_t first_chunk, segment_chunks;
 };
 
@@ -33,6 +34,8 @@ __global__ void sdm_copy_bank_kernel(const BankCopy p) {
     const int64_t n = at / (pieces * p.S * p.H);
     const T* from = static_cast<const T*>(p.from.data) + n * p.from.stride[0] +
                     head * p.from.stride[1] + slot * p.from.stride[2];
+    T* to = static_cast<T*>(p.to.data) + n * p.to.stride[0] + head * p.to.stride[1] +
+            slot * p.to.stride[2];
     if (p.sequences != nullptr) {
       if (p.first_chunk >= p.sequences[n].num_chunks) {
         continue;
@@ -40,11 +43,14 @@ __global__ void sdm_copy_bank_kernel(const BankCopy p) {
       if (p.first_chunk > 0) {
         const int64_t index =
             p.sequences[n].first_checkpoint + p.first_chunk / p.segment_chunks - 1;
-        from = static_cast<const T*>(p.checkpoints) + ((index * p.H + head) * p.S + slot) * p.D;
+        T* row = static_cast<T*>(p.checkpoints) + ((index * p.H + head) * p.S + slot) * p.D;
+        if (p.into_checkpoints) {
+          to = row;
+        } else {
+          from = row;
+        }
       }
     }
-    T* to = static_cast<T*>(p.to.data) + n * p.to.stride[0] + head * p.to.stride[1] +
-            slot * p.to.stride[2];
     if constexpr (kCount == 1) {
       to[piece] = from[piece];
     } else {

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Backward of sparse delta memory on CUDA: segments of chunks from last to first; in each
-//! phase 1, with replay the row updates once more, the backward loop, then the pair stage.
+//! phase 1, with replay the row updates once more, chunk after chunk backwards, then the pair
+//! stage.
 
-#include "sdm_kernels/sdm/cuda/sdm_bwd_loop.cuh"
-#include "sdm_kernels/sdm/cuda/sdm_chunk_loop.cuh"
-#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
+#include "sdm_kernels/sdm/cuda/sdm_bwd_gather.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_bwd_walk.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_chunk_launch.h"
 #include "sdm_kernels/sdm/cuda/sdm_pairs.h"
 #include "sdm_kernels/sdm/cuda/sdm_sources.h"
+#include "sdm_kernels/sdm/cuda/sdm_update.cuh"
 
 namespace sdm {
 namespace cuda {
@@ -24,7 +26,7 @@ bool direct_gradient(const SdmBwdParams& p) {
 }
 
 struct BwdMemory {
-  LoopMemory loop;
+  ChunkMemory chunk;
   void* bank;         // replay: [N, H, S, D]
   void* grad;         // [N, H, S, D] unless the result holds it
   void* replay_rows;  // [N * H][segment][rows of a chunk][D]
@@ -34,15 +36,13 @@ struct BwdMemory {
   void* pairs;
 };
 
-cudaError_t carve_bwd(
-    DeviceCarver* carver, const SdmBwdParams& p, const LoopShape& shape, BwdMemory* memory
-) {
+cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* memory) {
   const SdmDims& dims = p.dims;
   const int64_t streams = dims.N * dims.H;
   const int64_t element = element_size(p.bank_dtype);
   const int64_t segment = segment_of(p);
   const int64_t num_q = streams * segment;
-  memory->loop = carve_loop(carver, dims, p.bank_dtype, shape);
+  memory->chunk = carve_chunk(carver, dims, false);
   const bool replay = p.saved.mode == SdmSave::kReplay;
   memory->bank = replay ? carver->take(streams * dims.S * dims.D * element) : nullptr;
   memory->grad = direct_gradient(p) ? nullptr : carver->take(streams * dims.S * dims.D * element);
@@ -50,10 +50,11 @@ cudaError_t carve_bwd(
       replay ? carver->take(num_q * rows_of_chunk(dims, dims.C) * dims.D * element) : nullptr;
   memory->sources.row = carver->take<int2>(num_q * lanes_of_chunk(dims));
   memory->sources.written = carver->take<int>(streams * dims.S);
-  memory->dots.num_slices = shape.num_slices;
-  memory->dots.error_grad = carver->take<float>(shape.num_slices * num_q * dims.C * dims.W);
-  memory->dots.row = carver->take<float>(shape.num_slices * num_q * lanes_of_chunk(dims));
-  memory->dots.decay = carver->take<float>(shape.num_slices * num_q * lanes_of_chunk(dims));
+  const int64_t slices = num_slices(dims, p.bank_dtype);
+  memory->dots.num_slices = slices;
+  memory->dots.error_grad = carver->take<float>(slices * num_q * dims.C * dims.W);
+  memory->dots.row = carver->take<float>(slices * num_q * lanes_of_chunk(dims));
+  memory->dots.decay = carver->take<float>(slices * num_q * lanes_of_chunk(dims));
   memory->dots.d_v = carver->take<float>(num_q * dims.C * dims.D);
   const SdmWindow window{0, segment};
   size_t bytes = 0;
@@ -64,40 +65,56 @@ cudaError_t carve_bwd(
 }
 
 template <typename S, bool kAligned>
-cudaError_t run_segment(
-    const SdmLoopParams& p, const LoopShape& shape, const LoopMemory& memory, cudaStream_t stream
-) {
-  const int64_t smem = chunk_loop_smem<S>(p.records.Cp);
-  const auto launch = [&](void (*kernel)(SdmLoopParams)) {
-    SDM_RETURN_IF_ERROR(
-        cudaMemsetAsync(memory.counters, 0, static_cast<size_t>(memory.counter_bytes), stream)
-    );
-    return launch_loop(
-        kernel,
-        p,
-        shape.items * shape.group_blocks,
-        kLoopThreads,
+cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t stream) {
+  const auto update = [&](auto wide, const SdmChunkParams& shared, int64_t blocks, int64_t smem) {
+    return launch_blocks(
+        &sdm_update_kernel<S, kAligned, decltype(wide)::value, true>,
+        shared,
+        blocks,
+        kSlotThreads,
         smem,
-        shape.group_blocks > 1,
+        stream
+    );
+  };
+  const auto walk = [&](auto wide, const SdmChunkParams& shared, int64_t blocks, int64_t smem) {
+    constexpr int kWide = decltype(wide)::value;
+    return launch_blocks(
+        p.saved.mode <= SdmSave::kRows ? &sdm_bwd_walk_kernel<S, kAligned, kWide, true>
+                                       : &sdm_bwd_walk_kernel<S, kAligned, kWide, false>,
+        shared,
+        blocks,
+        kSlotThreads,
+        smem,
         stream
     );
   };
   if (p.saved.mode == SdmSave::kReplay) {
-    SDM_RETURN_IF_ERROR(launch(&sdm_replay_loop_kernel<S, kAligned>));
+    for (p.k = 0; p.k < p.window.chunks; ++p.k) {
+      SDM_RETURN_IF_ERROR(launch_slots<S>(p, p.records.Cp, card, update));
+    }
   }
-  return p.saved.mode <= SdmSave::kRows ? launch(&sdm_bwd_loop_kernel<S, kAligned, true>)
-                                        : launch(&sdm_bwd_loop_kernel<S, kAligned, false>);
+  for (p.k = p.window.chunks - 1; p.k >= 0; --p.k) {
+    SDM_RETURN_IF_ERROR(launch_blocks(
+        &sdm_bwd_gather_kernel<S, kAligned>,
+        p,
+        gather_blocks(p.dims, p.num_slices),
+        kGatherThreads,
+        0,
+        stream
+    ));
+    SDM_RETURN_IF_ERROR((launch_solve_chunk<S, true>(p, card, stream)));
+    SDM_RETURN_IF_ERROR(launch_slots<S>(p, 2 * p.records.Cp, card, walk));
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
 }  // namespace cuda
 
 cudaError_t sdm_bwd_cuda_workspace(const SdmCudaBwdParams& params, size_t* bytes) {
-  cuda::LoopShape shape;
-  SDM_RETURN_IF_ERROR(cuda::choose_loop(params.base.dims, params.base.bank_dtype, &shape));
   cuda::DeviceCarver carver(nullptr);
   cuda::BwdMemory memory;
-  SDM_RETURN_IF_ERROR(cuda::carve_bwd(&carver, params.base, shape, &memory));
+  SDM_RETURN_IF_ERROR(cuda::carve_bwd(&carver, params.base, &memory));
   *bytes = static_cast<size_t>(carver.used());
   return cudaSuccess;
 }
@@ -106,11 +123,11 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   using namespace cuda;
   const SdmBwdParams& base = params.base;
   const SdmDims& dims = base.dims;
-  LoopShape shape;
-  SDM_RETURN_IF_ERROR(choose_loop(dims, base.bank_dtype, &shape));
+  CardLimits card;
+  SDM_RETURN_IF_ERROR(card_limits(&card));
   DeviceCarver carver(workspace);
   BwdMemory memory;
-  SDM_RETURN_IF_ERROR(carve_bwd(&carver, base, shape, &memory));
+  SDM_RETURN_IF_ERROR(carve_bwd(&carver, base, &memory));
   const int64_t element = element_size(base.bank_dtype);
   const int64_t bank_elements = dims.H * dims.S * dims.D;
   const bool replay = base.saved.mode == SdmSave::kReplay;
@@ -145,7 +162,7 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
       false,
       0,
       base.saved.segment_chunks,
-      memory.loop.sequences,
+      memory.chunk.sequences,
       stream
   ));
   const BankView bank = replay ? contiguous_bank(memory.bank, dims) : base.bank;
@@ -157,10 +174,10 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
     SDM_RETURN_IF_ERROR(cudaMemsetAsync(grad.data, 0, static_cast<size_t>(bytes), stream));
   }
 
-  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.loop.sequences};
-  SdmLoopParams p{};
+  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.chunk.sequences};
+  SdmChunkParams p{};
   p.dims = dims;
-  p.sequences = memory.loop.sequences;
+  p.sequences = memory.chunk.sequences;
   p.bank = bank;
   p.errors = static_cast<float*>(base.saved.errors);
   p.saved = base.saved;
@@ -170,10 +187,8 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   p.grad = grad;
   p.d_v = base.d_v;
   p.dots = memory.dots;
-  p.exchange = memory.loop.exchange;
-  p.counters = memory.loop.counters;
-  p.group_blocks = shape.group_blocks;
-  p.num_slices = shape.num_slices;
+  p.x = memory.chunk.x;
+  p.num_slices = memory.dots.num_slices;
   const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D) &&
                        aligned_bank(grad, base.bank_dtype, dims.D) &&
                        reinterpret_cast<uintptr_t>(base.saved.rows) % 16 == 0;
@@ -185,8 +200,6 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
        first -= step) {
     // the window keeps its full length, as the workspace was laid out for it
     p.window = {first, step};
-    p.first_k = 0;
-    p.end_k = step;
     if (replay) {
       SDM_RETURN_IF_ERROR(launch_copy_bank(
           base.bank_dtype,
@@ -194,7 +207,7 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
           base.bank,
           bank,
           stream,
-          memory.loop.sequences,
+          memory.chunk.sequences,
           base.saved.rows,
           first,
           base.saved.segment_chunks
@@ -206,7 +219,7 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
     const SavedRowsLayout layout{replay, rows_of_chunk(dims, dims.C), base.saved.rows_per_head};
     SDM_RETURN_IF_ERROR(launch_sdm_sources(
         dims,
-        memory.loop.sequences,
+        memory.chunk.sequences,
         p.window,
         p.records,
         layout,
@@ -216,8 +229,8 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
     ));
     SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
       using S = std::remove_pointer_t<decltype(type)>;
-      return aligned ? run_segment<S, true>(p, shape, memory.loop, stream)
-                     : run_segment<S, false>(p, shape, memory.loop, stream);
+      return aligned ? run_segment<S, true>(p, card, stream)
+                     : run_segment<S, false>(p, card, stream);
     }));
     SDM_RETURN_IF_ERROR(launch_sdm_pairs(
         inputs, p.window, p.records, memory.dots, p.errors, base.d_out, grads, memory.pairs, stream

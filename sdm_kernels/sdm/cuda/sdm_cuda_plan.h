@@ -7,8 +7,8 @@
 
 #include <cuda_runtime.h>
 
+#include "sdm_kernels/sdm/cuda/sdm_chunk.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_cuda.h"
-#include "sdm_kernels/sdm/cuda/sdm_loop.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_phase1.h"
 
 namespace sdm::cuda {
@@ -53,54 +53,48 @@ inline int64_t window_chunks(const SdmDims& dims) {
   return std::clamp<int64_t>(kWindowLanes / lanes, 1, most_chunks(dims));
 }
 
-inline int64_t slice_columns(DType bank) {
-  return bank == DType::kF32 ? kSliceColumns<float> : kSliceColumns<__half>;
+// Slices of 128 bytes of columns.
+inline int64_t num_slices(const SdmDims& dims, DType bank) {
+  return ceil_div(dims.D, bank == DType::kF32 ? kSliceColumns<float> : kSliceColumns<__half>);
 }
 
-struct LoopShape {
-  int64_t num_slices;
-  int64_t items;
-  int group_blocks;
-  int own_rows;  // most token rows that one block owns
+// What a call's launches need to know of the device.
+struct CardLimits {
+  int processors;
+  int shared_memory;  // most a block may have
 };
 
-// Enough blocks an item to fill the device, one block a multiprocessor, all resident.
-inline cudaError_t choose_loop(const SdmDims& dims, DType bank, LoopShape* shape) {
-  int device = 0, processors = 0;
+inline cudaError_t card_limits(CardLimits* limits) {
+  int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) {
-    return error;
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&limits->processors, cudaDevAttrMultiProcessorCount, device);
   }
-  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t blocks = ceil_div(dims.C, 16);
-  shape->num_slices = ceil_div(dims.D, slice_columns(bank));
-  shape->items = dims.N * dims.H * shape->num_slices;
-  const int64_t most = std::min<int64_t>(blocks, 8);
-  shape->group_blocks = static_cast<int>(
-      shape->items == 0 ? 1 : std::clamp<int64_t>(processors / shape->items, 1, most)
-  );
-  shape->own_rows = static_cast<int>(ceil_div(blocks, shape->group_blocks) * 16);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(
+        &limits->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device
+    );
+  }
   return error;
 }
 
-struct LoopMemory {
+// Blocks that share the work of `blocks` others, so that each multiprocessor has one.
+inline int parts_of(int64_t blocks, const CardLimits& card) {
+  return static_cast<int>(std::max<int64_t>(1, card.processors / std::max<int64_t>(1, blocks)));
+}
+
+struct ChunkMemory {
   SdmSequence* sequences;
-  float* exchange;
-  unsigned* counters;
-  int64_t counter_bytes;
+  float* x;  // token rows between the stages of a chunk
+  float* y;
 };
 
-inline LoopMemory carve_loop(
-    DeviceCarver* carver, const SdmDims& dims, DType bank, const LoopShape& shape
-) {
-  LoopMemory memory;
+inline ChunkMemory carve_chunk(DeviceCarver* carver, const SdmDims& dims, bool readings) {
+  const int64_t rows = dims.N * dims.H * round_up(dims.C, 16) * dims.D;
+  ChunkMemory memory;
   memory.sequences = carver->take<SdmSequence>(dims.N);
-  const int64_t rows = round_up(dims.C, 16);
-  memory.exchange = shape.group_blocks == 1
-                        ? nullptr
-                        : carver->take<float>(shape.items * 2 * rows * slice_columns(bank));
-  memory.counter_bytes = shape.items * static_cast<int64_t>(sizeof(unsigned));
-  memory.counters = carver->take<unsigned>(shape.items);
+  memory.x = carver->take<float>(rows);
+  memory.y = readings ? carver->take<float>(rows) : nullptr;
   return memory;
 }
 
@@ -118,36 +112,29 @@ inline bool aligned_tokens(const FloatView& view, int64_t D) {
          view.stride[1] % vec == 0 && view.stride[2] % vec == 0 && D % 8 == 0;
 }
 
-// One block of a kernel for each of `blocks`, cooperative when the blocks wait for each other.
+// One block of a kernel for each of `blocks`.
 template <typename Params>
-cudaError_t launch_loop(
+cudaError_t launch_blocks(
     void (*kernel)(Params),
-    Params params,
+    const Params& params,
     int64_t blocks,
     int threads,
     int64_t smem,
-    bool cooperative,
     cudaStream_t stream
 ) {
   if (blocks > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
-  cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)
-  );
-  if (error != cudaSuccess) {
-    return error;
+  if (smem > 0) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)
+    );
+    if (error != cudaSuccess) {
+      return error;
+    }
   }
-  void* arguments[] = {&params};
-  const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(threads));
-  error = cooperative
-              ? cudaLaunchCooperativeKernel(
-                    reinterpret_cast<const void*>(kernel), grid, block, arguments, smem, stream
-                )
-              : cudaLaunchKernel(
-                    reinterpret_cast<const void*>(kernel), grid, block, arguments, smem, stream
-                );
-  return error != cudaSuccess ? error : cudaGetLastError();
+  kernel<<<static_cast<unsigned>(blocks), threads, static_cast<size_t>(smem), stream>>>(params);
+  return cudaGetLastError();
 }
 
 // Calls f with a null pointer of the device type of a bank: f(static_cast<T*>(nullptr)).
@@ -183,6 +170,19 @@ cudaError_t launch_copy_bank(
     const void* checkpoints = nullptr,
     int64_t first_chunk = 0,
     int64_t segment_chunks = 1
+);
+
+// The bank at the start of `chunk`, a multiple of segment_chunks above 0, into the checkpoints of
+// the sequences that have that chunk.
+cudaError_t launch_keep_bank(
+    DType dtype,
+    const SdmDims& dims,
+    const BankView& bank,
+    cudaStream_t stream,
+    const SdmSequence* sequences,
+    void* checkpoints,
+    int64_t chunk,
+    int64_t segment_chunks
 );
 
 // sum [elements] = parts [N, elements] added in sequence order.

@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Forward of sparse delta memory on CUDA: windows of chunks, phase 1 then the chunk loop.
+//! @file Forward of sparse delta memory on CUDA: windows of chunks, phase 1 then chunk after chunk.
 
-#include "sdm_kernels/sdm/cuda/sdm_chunk_loop.cuh"
-#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
+#include "sdm_kernels/sdm/cuda/sdm_chunk_launch.h"
+#include "sdm_kernels/sdm/cuda/sdm_gather.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_save.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_update.cuh"
 
 namespace sdm {
 namespace cuda {
 namespace {
 
 struct FwdMemory {
-  LoopMemory loop;
+  ChunkMemory chunk;
   void* bank;  // [N, H, S, D] when the caller wants no final bank
   void* phase1;
 };
 
-cudaError_t carve_fwd(
-    DeviceCarver* carver, const SdmFwdParams& p, const LoopShape& shape, FwdMemory* memory
-) {
-  memory->loop = carve_loop(carver, p.dims, p.bank_dtype, shape);
+cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* memory) {
+  memory->chunk = carve_chunk(carver, p.dims, true);
   const int64_t bank_bytes = p.dims.N * p.dims.H * p.dims.S * p.dims.D * element_size(p.bank_dtype);
   memory->bank = p.bank.data == nullptr ? carver->take(bank_bytes) : nullptr;
   size_t bytes = 0;
@@ -73,31 +72,8 @@ cudaError_t clear_unused_saved(const SdmFwdParams& p, bool packed, cudaStream_t 
   );
 }
 
-template <typename S, bool kAligned>
-cudaError_t launch_chunk_loop(
-    const SdmLoopParams& p, const LoopShape& shape, const LoopMemory& memory, cudaStream_t stream
-) {
-  const int64_t smem = chunk_loop_smem<S>(p.records.Cp);
-  SDM_RETURN_IF_ERROR(
-      cudaMemsetAsync(memory.counters, 0, static_cast<size_t>(memory.counter_bytes), stream)
-  );
-  void (*kernel)(SdmLoopParams) =
-      shape.own_rows <= kRowGroups       ? &sdm_chunk_loop_kernel<S, kAligned, 1>
-      : shape.own_rows <= 2 * kRowGroups ? &sdm_chunk_loop_kernel<S, kAligned, 2>
-                                         : &sdm_chunk_loop_kernel<S, kAligned, 4>;
-  return launch_loop(
-      kernel,
-      p,
-      shape.items * shape.group_blocks,
-      kLoopThreads,
-      smem,
-      shape.group_blocks > 1,
-      stream
-  );
-}
-
 template <typename S>
-cudaError_t launch_quantise(const SdmLoopParams& p, int64_t chunk, cudaStream_t stream) {
+cudaError_t launch_quantise(const SdmChunkParams& p, cudaStream_t stream) {
   const SdmQuantiseParams q{
       p.dims,
       p.window,
@@ -106,7 +82,7 @@ cudaError_t launch_quantise(const SdmLoopParams& p, int64_t chunk, cudaStream_t 
       p.bank,
       p.saved,
       saved_row_bytes(p.saved.mode, sizeof(S) == 4 ? DType::kF32 : DType::kBf16, p.dims.D),
-      chunk
+      p.k
   };
   constexpr int kThreads = 256;
   const int64_t warps = p.dims.N * p.dims.H * rows_of_chunk(p.dims, p.dims.C);
@@ -118,29 +94,59 @@ cudaError_t launch_quantise(const SdmLoopParams& p, int64_t chunk, cudaStream_t 
   return cudaGetLastError();
 }
 
+template <typename S, bool kAligned>
+cudaError_t run_chunk(const SdmChunkParams& p, const CardLimits& card, cudaStream_t stream) {
+  if (p.saved.mode > SdmSave::kRows) {  // a lossy row needs all its columns at once
+    SDM_RETURN_IF_ERROR(launch_quantise<S>(p, stream));
+  }
+  SDM_RETURN_IF_ERROR(launch_blocks(
+      &sdm_gather_kernel<S, kAligned>,
+      p,
+      gather_blocks(p.dims, p.num_slices),
+      kGatherThreads,
+      0,
+      stream
+  ));
+  SDM_RETURN_IF_ERROR((launch_solve_chunk<S, false>(p, card, stream)));
+  return launch_slots<S>(
+      p,
+      p.records.Cp,
+      card,
+      [&](auto wide, const SdmChunkParams& shared, int64_t blocks, int64_t smem) {
+        return launch_blocks(
+            &sdm_update_kernel<S, kAligned, decltype(wide)::value, false>,
+            shared,
+            blocks,
+            kSlotThreads,
+            smem,
+            stream
+        );
+      }
+  );
+}
+
 // One window whose records are ready.
 template <typename S>
 cudaError_t run_window(
-    const SdmLoopParams& p,
-    const LoopShape& shape,
-    const LoopMemory& memory,
-    bool aligned,
-    cudaStream_t stream
+    SdmChunkParams p, DType bank_dtype, const CardLimits& card, bool aligned, cudaStream_t stream
 ) {
-  const auto loop = [&](const SdmLoopParams& part) {
-    return aligned ? launch_chunk_loop<S, true>(part, shape, memory, stream)
-                   : launch_chunk_loop<S, false>(part, shape, memory, stream);
-  };
-  if (p.saved.mode <= SdmSave::kRows) {
-    return loop(p);
-  }
-  // a lossy row needs all its columns at once, before the chunk changes it: chunk by chunk
-  for (int64_t k = 0; k < p.window.chunks; ++k) {
-    SDM_RETURN_IF_ERROR(launch_quantise<S>(p, k, stream));
-    SdmLoopParams part = p;
-    part.first_k = k;
-    part.end_k = k + 1;
-    SDM_RETURN_IF_ERROR(loop(part));
+  for (p.k = 0; p.k < p.window.chunks; ++p.k) {
+    const int64_t chunk = p.window.first_chunk + p.k;
+    if (p.saved.mode == SdmSave::kReplay && chunk > 0 && chunk % p.saved.segment_chunks == 0) {
+      SDM_RETURN_IF_ERROR(launch_keep_bank(
+          bank_dtype,
+          p.dims,
+          p.bank,
+          stream,
+          p.sequences,
+          p.saved.rows,
+          chunk,
+          p.saved.segment_chunks
+      ));
+    }
+    SDM_RETURN_IF_ERROR(
+        (aligned ? run_chunk<S, true>(p, card, stream) : run_chunk<S, false>(p, card, stream))
+    );
   }
   return cudaSuccess;
 }
@@ -149,11 +155,9 @@ cudaError_t run_window(
 }  // namespace cuda
 
 cudaError_t sdm_fwd_cuda_workspace(const SdmCudaFwdParams& params, size_t* bytes) {
-  cuda::LoopShape shape;
-  SDM_RETURN_IF_ERROR(cuda::choose_loop(params.base.dims, params.base.bank_dtype, &shape));
   cuda::DeviceCarver carver(nullptr);
   cuda::FwdMemory memory;
-  SDM_RETURN_IF_ERROR(cuda::carve_fwd(&carver, params.base, shape, &memory));
+  SDM_RETURN_IF_ERROR(cuda::carve_fwd(&carver, params.base, &memory));
   *bytes = static_cast<size_t>(carver.used());
   return cudaSuccess;
 }
@@ -162,11 +166,11 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
   using namespace cuda;
   const SdmFwdParams& base = params.base;
   const SdmDims& dims = base.dims;
-  LoopShape shape;
-  SDM_RETURN_IF_ERROR(choose_loop(dims, base.bank_dtype, &shape));
+  CardLimits card;
+  SDM_RETURN_IF_ERROR(card_limits(&card));
   DeviceCarver carver(workspace);
   FwdMemory memory;
-  SDM_RETURN_IF_ERROR(carve_fwd(&carver, base, shape, &memory));
+  SDM_RETURN_IF_ERROR(carve_fwd(&carver, base, &memory));
 
   const bool packed = params.cu_seqlens.data != nullptr;
   if (packed || params.state_indices.data != nullptr) {
@@ -190,7 +194,7 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
       params.state_indices.is_int64,
       params.pool,
       base.saved.segment_chunks,
-      memory.loop.sequences,
+      memory.chunk.sequences,
       stream
   ));
   const BankView bank = base.bank.data != nullptr ? base.bank : contiguous_bank(memory.bank, dims);
@@ -201,33 +205,30 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
     return cudaSuccess;
   }
 
-  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.loop.sequences};
-  SdmLoopParams p{};
+  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.chunk.sequences};
+  SdmChunkParams p{};
   p.dims = dims;
-  p.sequences = memory.loop.sequences;
+  p.sequences = memory.chunk.sequences;
   p.v = base.tokens.v;
   p.bank = bank;
   p.out = base.out;
   p.errors = static_cast<float*>(base.saved.errors);
   p.saved = base.saved;
-  p.exchange = memory.loop.exchange;
-  p.counters = memory.loop.counters;
-  p.group_blocks = shape.group_blocks;
-  p.num_slices = shape.num_slices;
+  p.x = memory.chunk.x;
+  p.y = memory.chunk.y;
+  p.num_slices = num_slices(dims, base.bank_dtype);
   const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D);
   p.token_vectors = aligned && aligned_tokens(base.tokens.v, dims.D);
 
   const int64_t step = window_chunks(dims);
   for (int64_t first = 0; first < most_chunks(dims); first += step) {
     p.window = {first, std::min(step, most_chunks(dims) - first)};
-    p.first_k = 0;
-    p.end_k = p.window.chunks;
     SDM_RETURN_IF_ERROR(
         launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
     );
     SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
       using S = std::remove_pointer_t<decltype(type)>;
-      return run_window<S>(p, shape, memory.loop, aligned, stream);
+      return run_window<S>(p, base.bank_dtype, card, aligned, stream);
     }));
   }
   return cudaSuccess;

@@ -2,14 +2,13 @@
 //! @file Products of a chunk's triangular matrices with its token rows, in place in shared memory.
 //!
 //! x[i] = sum over k of m[i][k] x[k], or of m[k][i] x[k], for m lower triangular [Cp, Cp] in global
-//! memory (every slice of a stream reads the same one, through L2) and x [Cp, kTokenStride] in
+//! memory (every block of a stream reads the same one, through L2) and x [Cp, kProductStride] in
 //! shared memory. Tensor cores in tf32 (mma.cuh); k runs upwards by 16 in every row and in one
 //! order inside, so a row's bits depend on nothing but the matrix and the column.
 //!
-//! A warp's task is 16 rows by 32 columns, so a slice of 64 columns reads m twice. Tasks are dealt
-//! so that a warp with many blocks of k in its first task has few in its second. Loads of m run two
-//! blocks of 16 k ahead. Bytes per product and block: twice the triangle, 2 * 131 KB at Cp = 256,
-//! from L2; arithmetic is a tenth of that time.
+//! A warp's task is 16 rows by up to 32 columns. Tasks are dealt so that a warp with many blocks of
+//! k in its first task has few in its second. Loads of m run four blocks of 16 k ahead: a product
+//! waits for L2, its arithmetic is a tenth of the time.
 //!
 //! Lanes take m in pieces of 16 bytes (transposed: 8): the k (or rows of the result) of a piece are
 //! given to matrix fragments as they come, which only renames the fragments' k (or rows).
@@ -17,22 +16,28 @@
 //! A warp keeps its results in registers until all have read x.
 #pragma once
 
+#include <cstdint>
+
 #include "sdm_kernels/cuda/mma.cuh"
-#include "sdm_kernels/sdm/cuda/sdm_row.cuh"
 
 namespace sdm::cuda {
 
-constexpr int kLoopThreads = 512;
-constexpr int kLoopWarps = kLoopThreads / 32;
-constexpr int kMaxChunk = 256;
+constexpr int kSolveThreads = 512;
+constexpr int kSolveWarps = kSolveThreads / 32;
+constexpr int kMaxRowBlocks = 16;  // of 16 rows: chunks of 256 tokens
 
-template <typename S>
+// In floats: 4 more than the columns, so that of the loads of x, rows four apart, at most two meet
+// in a bank.
+template <int kColumns>
+constexpr int kProductStride = kColumns + 4;
+
+template <int kTerms, int kColumns>
 class Product {
  public:
-  // Row blocks [first_block, end_block) of 16 of the result.
+  // Rows [0, 16 * row_blocks) of the result; m and x are zero beyond.
   template <bool kTransposed>
   __device__ __forceinline__ void run(
-      const float* __restrict__ m, int Cp, const float* x, int first_block, int end_block
+      const float* __restrict__ m, int Cp, const float* x, int row_blocks
   ) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4;
     const int t = static_cast<int>(threadIdx.x) % 4;
@@ -46,14 +51,12 @@ class Product {
         }
       }
       const int task = task_of(j);
-      if (task >= (end_block - first_block) * kParts) {
+      if (task >= row_blocks * kParts) {
         continue;
       }
-      int row = (first_block + task / kParts) * 16;
-      // opaque, or the addresses of all tasks are computed up front and spilled
-      asm volatile("" : "+r"(row));
+      const int row = task / kParts * 16;
       const int k_begin = kTransposed ? row : 0;
-      const int steps = kTransposed ? (Cp - row) / 16 : row / 16 + 1;
+      const int steps = kTransposed ? row_blocks - row / 16 : row / 16 + 1;
       const float* column = x + (k_begin + 4 * t) * kStride + task % kParts * kTiles * 8 + g;
       const float* a =
           kTransposed ? m + (k_begin + 4 * t) * Cp + row + 2 * g : m + (row + g) * Cp + 4 * t;
@@ -70,16 +73,16 @@ class Product {
 
   // y[row][column] = or += the results.
   template <bool kTransposed, bool kAdd>
-  __device__ __forceinline__ void put(float* y, int first_block, int end_block) const {
+  __device__ __forceinline__ void put(float* y, int row_blocks) const {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4;
     const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int j = 0; j < kTasks; ++j) {
       const int task = task_of(j);
-      if (task >= (end_block - first_block) * kParts) {
+      if (task >= row_blocks * kParts) {
         continue;
       }
-      const int row = (first_block + task / kParts) * 16;
+      const int row = task / kParts * 16;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const int column = (task % kParts * kTiles + n) * 8 + 2 * t;
@@ -100,12 +103,11 @@ class Product {
   }
 
  private:
-  static constexpr int kTerms = sizeof(S) == 4 ? 3 : 1;
-  static constexpr int kTiles = 4;  // column tiles of 8 in a task
-  static constexpr int kParts = kSliceColumns<S> / (8 * kTiles);
-  static constexpr int kTasks = kMaxChunk / 16 * kParts / kLoopWarps;  // of a warp
-  static constexpr int kAhead = 2;                                     // blocks of 16 k in a load
-  static constexpr int kStride = kTokenStride<S>;
+  static constexpr int kTiles = kColumns >= 32 ? 4 : kColumns / 8;  // of 8 columns in a task
+  static constexpr int kParts = kColumns / (8 * kTiles);
+  static constexpr int kTasks = kMaxRowBlocks * kParts / kSolveWarps;  // of a warp
+  static constexpr int kAhead = 4;                                     // blocks of 16 k in a load
+  static constexpr int kStride = kProductStride<kColumns>;
 
   // What a lane holds of kAhead blocks of m.
   struct Blocks {
@@ -146,7 +148,7 @@ class Product {
   // Tasks in the order of their rows: the lower half from the front, the rest from the back.
   __device__ __forceinline__ static int task_of(int j) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    return j % 2 == 0 ? j * kLoopWarps + warp : (j + 1) * kLoopWarps - 1 - warp;
+    return j % 2 == 0 ? j * kSolveWarps + warp : (j + 1) * kSolveWarps - 1 - warp;
   }
 
   template <bool kTransposed>

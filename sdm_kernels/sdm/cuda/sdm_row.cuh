@@ -23,11 +23,6 @@ constexpr int kVec = 16 / static_cast<int>(sizeof(S));
 template <typename S>
 constexpr int kSliceColumns = kRowLanes * kVec<S>;
 
-// Row stride of token rows in shared memory, in floats: 4 more than the columns, so that of the
-// operand loads of the matrix products, rows four apart, at most two meet in a bank.
-template <typename S>
-constexpr int kTokenStride = kSliceColumns<S> + 4;
-
 __device__ __forceinline__ float to_float(float x) {
   return x;
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "sdm_kernels/common/row_quant.h"
-#include "sdm_kernels/sdm/cuda/sdm_loop.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_row.cuh"
 
 namespace sdm::cuda {
 

@@ -18,6 +18,7 @@ namespace sdm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBatch = kThreads / 4;  // chunks whose bounds are found together
 
 struct SourcesParams {
   SdmDims dims;
@@ -53,39 +54,48 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
   const int64_t first_slot = p.dims.S * range / p.ranges;
   const int64_t end_slot = p.dims.S * (range + 1) / p.ranges;
   int* written = p.sources.written + stream * p.dims.S;
-  __shared__ int bounds[4];  // written groups, other groups
-  for (int64_t k = p.window.chunks - 1; k >= 0; --k) {
-    const int64_t chunk = p.window.first_chunk + k;
-    if (chunk >= sequence.num_chunks) {
-      continue;
+  __shared__ int bounds[kBatch][4];  // of a chunk: written groups, other groups
+  for (int64_t first = (p.window.chunks - 1) / kBatch * kBatch; first >= 0; first -= kBatch) {
+    // a bisection waits for one load after the other: all those of a batch at once
+    {
+      const int64_t k = first + threadIdx.x / 4;
+      if (k < p.window.chunks && p.window.first_chunk + k < sequence.num_chunks) {
+        const int64_t q = (n * p.window.chunks + k) * p.dims.H + head;
+        const int2 count = p.records.group_count[q];
+        const bool other = threadIdx.x % 4 >= 2;
+        bounds[threadIdx.x / 4][threadIdx.x % 4] = lower_bound(
+            p.records.group + q * p.records.n,
+            other ? count.x : 0,
+            other ? count.y : count.x,
+            threadIdx.x % 2 == 0 ? first_slot : end_slot
+        );
+      }
     }
-    const int64_t q = (n * p.window.chunks + k) * p.dims.H + head;
-    const int4* groups = p.records.group + q * p.records.n;
-    int2* rows = p.sources.row + q * p.records.n;
-    const int2 count = p.records.group_count[q];
-    if (threadIdx.x < 4) {
-      const bool other = threadIdx.x >= 2;
-      bounds[threadIdx.x] = lower_bound(
-          groups,
-          other ? count.x : 0,
-          other ? count.y : count.x,
-          threadIdx.x % 2 == 0 ? first_slot : end_slot
-      );
+    __syncthreads();  // bounds
+    const int64_t end = first + kBatch < p.window.chunks ? first + kBatch : p.window.chunks;
+    for (int64_t k = end - 1; k >= first; --k) {
+      const int64_t chunk = p.window.first_chunk + k;
+      if (chunk >= sequence.num_chunks) {
+        continue;
+      }
+      const int64_t q = (n * p.window.chunks + k) * p.dims.H + head;
+      const int4* groups = p.records.group + q * p.records.n;
+      int2* rows = p.sources.row + q * p.records.n;
+      const int* bound = bounds[k - first];
+      for (int g = bound[2] + static_cast<int>(threadIdx.x); g < bound[3]; g += kThreads) {
+        const int slot = groups[g].x;
+        rows[g] = make_int2(slot, written[slot]);
+      }
+      const int64_t first_row = p.layout.replay ? (stream * p.window.chunks + k) * p.layout.reserved
+                                                : sequence.first_row + chunk * p.layout.reserved;
+      for (int g = bound[0] + static_cast<int>(threadIdx.x); g < bound[1]; g += kThreads) {
+        const int slot = groups[g].x;
+        const int row = static_cast<int>(first_row + g);
+        rows[g] = make_int2(slot, row);
+        written[slot] = row;  // its slot is in no other group of this chunk
+      }
+      __syncthreads();  // the table is as this chunk leaves it; bounds may be overwritten
     }
-    __syncthreads();  // bounds, and the table as the later chunk left it
-    for (int g = bounds[2] + static_cast<int>(threadIdx.x); g < bounds[3]; g += kThreads) {
-      const int slot = groups[g].x;
-      rows[g] = make_int2(slot, written[slot]);
-    }
-    const int64_t first_row = p.layout.replay ? (stream * p.window.chunks + k) * p.layout.reserved
-                                              : sequence.first_row + chunk * p.layout.reserved;
-    for (int g = bounds[0] + static_cast<int>(threadIdx.x); g < bounds[1]; g += kThreads) {
-      const int slot = groups[g].x;
-      const int row = static_cast<int>(first_row + g);
-      rows[g] = make_int2(slot, row);
-      written[slot] = row;  // its slot is in no other group of this chunk
-    }
-    __syncthreads();  // the table is complete; bounds are free
   }
 }
 

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file What the kernels that work on one chunk of every stream share.
+//!
+//! The sequential part of a call is a loop of the host over chunks; a chunk is three launches:
+//! forward sdm_gather.cuh, sdm_chunk_solve.cuh, sdm_update.cuh; backward sdm_bwd_gather.cuh,
+//! sdm_chunk_solve.cuh, sdm_bwd_walk.cuh. Token rows travel between them in float scratch of
+//! [stream][Cp][D], which stays in L2. A launch costs about as much as a barrier among the blocks
+//! of one stream would, and leaves each stage its own registers, shared memory and split of the
+//! work. (All stages in one resident kernel were tried first: the compiler kept what they share
+//! alive through all of them and spilled in every inner loop, and one shape of block had to serve
+//! all.)
+#pragma once
+
+#include <cstddef>
+
+#include "sdm_kernels/cuda/row_ring.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_row.cuh"
+
+namespace sdm::cuda {
+
+// Row pieces that a thread keeps in flight.
+constexpr int kRingDepth = 8;
+
+struct SdmChunkParams {
+  SdmDims dims;
+  SdmWindow window;
+  int64_t k;                     // the chunk, counted from the start of the window
+  const SdmSequence* sequences;  // [N]
+  SdmRecords records;
+  FloatView v;              // forward
+  BankView bank;            // forward, replay: advanced in place; backward: at the end, read
+  void* out;                // forward: [B, T, H, D] in v's dtype
+  float* errors;            // [B, T, H, D]; forward: written unless null; otherwise read
+  SdmSaved saved;           // rows or checkpoints of the forward
+  void* replay_rows;        // replay: [N * H][window][rows of a chunk][D]
+  FloatView d_out;          // backward
+  const int2* source_rows;  // backward: SdmSources::row
+  BankView grad;            // backward: gradient of the bank
+  void* d_v;                // backward: [B, T, H, D] in d_out's dtype
+  SdmDots dots;             // backward
+  float* x;                 // [N * H][Cp][D]: v - retrieved, then errors; backward: dL/de, then dv
+  float* y;                 // forward: [N * H][Cp][D], readings
+  int64_t num_slices;
+  int parts;           // blocks that share the slots (update, walk) or none
+  bool token_vectors;  // v and out (or d_out and d_v) rows are on 16-byte boundaries
+};
+
+// The chunk of a stream.
+struct StreamChunk {
+  int64_t stream, head, sequence;
+  int64_t q;  // its record
+  ChunkPlace place;
+  bool exists;
+
+  __device__ __forceinline__ StreamChunk(const SdmChunkParams& p, int64_t stream_)
+      : stream(stream_), head(stream_ % p.dims.H), sequence(stream_ / p.dims.H) {
+    const SdmSequence& s = p.sequences[sequence];
+    const int64_t chunk = p.window.first_chunk + p.k;
+    exists = s.bank >= 0 && chunk < s.num_chunks;
+    q = (sequence * p.window.chunks + p.k) * p.dims.H + head;
+    place = chunk_place(s, head, chunk, p.dims.C);
+  }
+
+  // First row of the scratch of token rows.
+  __device__ __forceinline__ int64_t scratch(const SdmChunkParams& p) const {
+    return stream * p.records.Cp * p.dims.D;
+  }
+};
+
+// The row of a token in a contiguous [B, T, H, D] tensor.
+__device__ __forceinline__ int64_t
+token_row(const SdmDims& dims, const ChunkPlace& place, int64_t i) {
+  return ((place.batch * dims.T + place.token + i) * dims.H + place.head) * dims.D;
+}
+
+__device__ __forceinline__ int64_t
+view_row(const FloatView& view, const ChunkPlace& place, int64_t i) {
+  return place.batch * view.stride[0] + (place.token + i) * view.stride[1] +
+         place.head * view.stride[2];
+}
+
+// A contiguous [rows, D] float tensor as a view whose token rows token_row() or scratch() give.
+__device__ __forceinline__ FloatView float_rows(const float* data) {
+  return {data, DType::kF32, {0, 0, 0, 1}};
+}
+
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes)
+                 : "memory");
+  }
+}
+
+// Starts the fetch of a lane's part of a row into a slot of the ring; a row that is not `valid`
+// reads as zeros.
+template <typename S, bool kAligned, typename Ring>
+__device__ __forceinline__ void fetch_lane(
+    const Ring& ring, int slot, const S* lane, int count, bool valid
+) {
+  if constexpr (kAligned) {
+    ring.issue(slot, lane, valid && count > 0);
+  } else {
+    Piece<S> piece;
+    if (valid) {
+      piece = load_lane<S, kAligned>(lane, count);
+    }
+    ring.put(slot, piece.raw);
+  }
+}
+
+template <typename S, typename Ring>
+__device__ __forceinline__ Piece<S> fetched_piece(const Ring& ring, int slot) {
+  Piece<S> piece;
+  piece.raw = ring.get(slot);
+  return piece;
+}
+
+}  // namespace sdm::cuda

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Launches of the stages of a chunk: shapes of blocks and which kernel.
+#pragma once
+
+#include "sdm_kernels/sdm/cuda/sdm_chunk_solve.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
+#include "sdm_kernels/sdm/cuda/sdm_slots.cuh"
+
+namespace sdm::cuda {
+
+template <int kTerms, int kColumns, bool kBackward>
+cudaError_t launch_solve_columns(const SdmChunkParams& p, cudaStream_t stream) {
+  return launch_blocks(
+      &sdm_solve_chunk_kernel<kTerms, kColumns, kBackward>,
+      p,
+      p.dims.N * p.dims.H * ceil_div(p.dims.D, kColumns),
+      kSolveThreads,
+      solve_smem<kColumns>(p.records.Cp),
+      stream
+  );
+}
+
+// As many columns a block as leave a block for most multiprocessors and fit it.
+template <typename S, bool kBackward>
+cudaError_t launch_solve_chunk(
+    const SdmChunkParams& p, const CardLimits& card, cudaStream_t stream
+) {
+  constexpr int kTerms = sizeof(S) == 4 ? 3 : 1;
+  const auto enough = [&](int64_t columns) {
+    return p.dims.N * p.dims.H * ceil_div(p.dims.D, columns) * 4 >= 3 * card.processors;
+  };
+  if (enough(64) && solve_smem<64>(p.records.Cp) <= card.shared_memory) {
+    return launch_solve_columns<kTerms, 64, kBackward>(p, stream);
+  }
+  if (enough(32) && solve_smem<32>(p.records.Cp) <= card.shared_memory) {
+    return launch_solve_columns<kTerms, 32, kBackward>(p, stream);
+  }
+  return launch_solve_columns<kTerms, 16, kBackward>(p, stream);
+}
+
+// Two slices a block, for longer runs of a row, where there are two and their rows fit. Calls
+// f(width, parameters with their parts, blocks, bytes of shared memory), width an integral
+// constant.
+template <typename S, typename F>
+cudaError_t launch_slots(SdmChunkParams p, int64_t token_rows, const CardLimits& card, const F& f) {
+  const int64_t streams = p.dims.N * p.dims.H;
+  if (p.num_slices >= 2 && slots_smem<S, 2>(token_rows) <= card.shared_memory) {
+    const int64_t blocks = streams * ceil_div(p.num_slices, 2);
+    p.parts = parts_of(blocks, card);
+    return f(std::integral_constant<int, 2>(), p, blocks * p.parts, slots_smem<S, 2>(token_rows));
+  }
+  const int64_t blocks = streams * p.num_slices;
+  p.parts = parts_of(blocks, card);
+  return f(std::integral_constant<int, 1>(), p, blocks * p.parts, slots_smem<S, 1>(token_rows));
+}
+
+}  // namespace sdm::cuda
