@@ -4,7 +4,7 @@
 //!
 //! Standalone: returns 0 when every case agrees. Run with "time" it also times shapes, as a whole
 //! and stage by stage. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90a tests/cpp/test_kda_bwd.cu
-//! sdm_kernels/kda/cuda/kda_tensor_*.cu
+//! sdm_kernels/kda/cuda/kda_tensor_*.cu sdm_kernels/kda/cuda/kda_plain_*.cu
 #include "sdm_kernels/kda/cuda/kda_paths.h"
 #include "tests/cpp/kda_bwd_time.h"
 #include "tests/cpp/kda_device.h"

@@ -4,7 +4,8 @@
 //! window are made in the other of two buffers while the window behind it is scanned.
 //!
 //! States that the forward did not keep are recomputed by running it once more, with d_v, which is
-//! written later, in the place of its output.
+//! written later, in the place of its output. Cards whose shared memory does not hold the token
+//! stage take the plain backward, which reads the same states.
 
 #include <algorithm>
 
@@ -202,9 +203,20 @@ cudaError_t run_window(
   return launch_kda_tensor_bwd_groups(tokens, stream);
 }
 
+bool fits_card(const KdaDims& dims) {
+  int device = 0, shared = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+             cudaSuccess &&
+         shared >= kda_tensor_bwd_shared_bytes(dims);
+}
+
 }  // namespace
 
 size_t kda_tensor_bwd_workspace(const KdaCudaBwdParams& params) {
+  if (!fits_card(params.base.dims)) {
+    return kda_plain_bwd_workspace(params);
+  }
   return carve(params, window_plan(params), nullptr).bytes;
 }
 
@@ -213,6 +225,9 @@ cudaError_t launch_kda_tensor_bwd(
 ) {
   const KdaBwdParams& base = params.base;
   const KdaDims& dims = base.dims;
+  if (!fits_card(dims)) {
+    return launch_kda_plain_bwd(params, workspace, stream);
+  }
   const KdaWindowPlan plan = window_plan(params);
   const BwdMemory memory = carve(params, plan, workspace);
   KdaChunkStates states = base.chunk_states;

@@ -65,6 +65,8 @@ struct KdaBwdSumParams {
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_scan(
     const KdaBwdScanParams& p, cudaStream_t stream
 );
+// Shared memory that a block of the token stage needs.
+int64_t kda_tensor_bwd_shared_bytes(const KdaDims& dims);
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_tokens(
     const KdaBwdTokenParams& p, cudaStream_t stream
 );

@@ -93,6 +93,13 @@ cudaError_t launch_tokens_of_size(const KdaBwdTokenParams& p, cudaStream_t strea
 }  // namespace
 }  // namespace cuda
 
+int64_t kda_tensor_bwd_shared_bytes(const KdaDims& dims) {
+  if (dims.K == 128) {
+    return dims.V == 128 ? cuda::TokenMemory<128, 128>::kBytes : cuda::TokenMemory<128, 64>::kBytes;
+  }
+  return dims.V == 128 ? cuda::TokenMemory<64, 128>::kBytes : cuda::TokenMemory<64, 64>::kBytes;
+}
+
 cudaError_t launch_kda_tensor_bwd_tokens(const KdaBwdTokenParams& p, cudaStream_t stream) {
   return p.common.tokens.q.dtype == DType::kBf16
              ? cuda::launch_tokens_of_size<DType::kBf16>(p, stream)
