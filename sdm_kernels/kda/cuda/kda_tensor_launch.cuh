@@ -28,7 +28,23 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// At the end of a kernel: its grid ends after the one before it. One block waits, so that the others
+// leave their place to blocks with work.
+__device__ __forceinline__ void end_after_previous_kernel() {
+  if (blockIdx.x == gridDim.x - 1 && blockIdx.y == gridDim.y - 1 && blockIdx.z == gridDim.z - 1) {
+    wait_for_previous_kernel();
+  }
+}
+
 }  // namespace cuda
+
+// Whether the current device lets kernels overlap.
+inline bool kernels_overlap() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= 9;
+}
 
 // Launches kernel(args), with as much dynamic shared memory as the card can be asked for.
 template <typename Args>

@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   const int hv = blockIdx.y;
   const KdaSpan span = kda_chunk_of_slot(p.cu_seqlens, p.window, slot, p.dims);
   if (!span.valid) {
-    wait_for_previous_kernel();
+    end_after_previous_kernel();
     return;
   }
   const int warp = threadIdx.x / 32;
@@ -643,7 +643,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
         pack_f16(x[0], x[1]), pack_f16(x[2], x[3]), pack_f16(x[4], x[5]), pack_f16(x[6], x[7])
     );
   }
-  wait_for_previous_kernel();  // whoever waits for this kernel waits for that one too
+  end_after_previous_kernel();
 }
 
 }  // namespace sdm::kda::cuda
