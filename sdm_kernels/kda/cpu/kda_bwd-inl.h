@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Backward of the sequences of one key head (docs/semantics.md).
+//! @file Backward of the sequences of one key head (docs/kda.md).
 //!
 //! Walks segments of chunks from the last to the first. A segment's blocks are prepared and their
 //! states made again from the saved state (or a checkpoint of a first forward, where none was

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Forward of the sequences of one key head (docs/semantics.md).
+//! @file Forward of the sequences of one key head (docs/kda.md).
 //!
 //! Multiply-adds of a token and value head: 3 K V with the state (read by key and by query,
 //! written) and about 0.12 K V for what passes between tokens of a block, 51 thousand at K = V =
