@@ -50,6 +50,8 @@ template <typename S, int kLanes, bool kTwice>
 struct StepShape {
   static constexpr int kThreads = kStepGroups * kLanes / (kTwice ? 2 : 1);
   static constexpr int kWarps = kThreads / 32;
+  // on a multiprocessor: with two groups a thread there are many, and loads on their way count
+  static constexpr int kBlocks = kTwice ? 768 / kThreads : 1;
   static constexpr int kColumns = kLanes * kVec<S>;
   static constexpr int kSums = 2 * kColumns;  // retrieval and reading
 };
@@ -84,24 +86,26 @@ __device__ __forceinline__ T here(T x) {
 // kHeld: rows of either kind and group that a lane keeps in registers; further ones are fetched
 // twice. Grid: slices, heads, sequences.
 template <typename S, typename Stride, bool kAligned, int kLanes, bool kTwice, int kHeld>
-__global__ void __launch_bounds__(StepShape<S, kLanes, kTwice>::kThreads) sdm_step_kernel(
-    const __grid_constant__ SdmStepParams<Stride> p
-) {
+__global__ void __launch_bounds__(
+    StepShape<S, kLanes, kTwice>::kThreads, StepShape<S, kLanes, kTwice>::kBlocks
+) sdm_step_kernel(const __grid_constant__ SdmStepParams<Stride> p) {
   using Shape = StepShape<S, kLanes, kTwice>;
   constexpr int kThreads = Shape::kThreads;
   constexpr int kColumns = Shape::kColumns;
   constexpr int V = kVec<S>;
-  constexpr int kSets = kTwice ? 2 : 1;  // groups of a thread
-  // lanes of the token that a thread loads ahead
-  constexpr int kOwn = 2 * kHeld * kStepGroups > kThreads ? 2 * kHeld * kStepGroups / kThreads : 1;
+  constexpr int kSets = kTwice ? 2 : 1;     // groups of a thread
+  constexpr int kPlaces = 32 / kLanes;      // threads with different groups in a warp
+  constexpr int kKindRows = kSets * kHeld;  // written rows of a thread, and read ones
+  // rows of a warp that a lane looks up for all
+  constexpr int kLooked = (2 * kKindRows * kPlaces + 31) / 32;
   extern __shared__ __align__(16) unsigned char step_memory[];
   float* s_parts = reinterpret_cast<float*>(step_memory);
   float* s_delta = s_parts + Shape::kWarps * Shape::kSums;
   float* s_overlap = s_delta + kColumns;
   int* s_shared = reinterpret_cast<int*>(s_overlap + 1);
   const int W = p.W, R = p.R;
-  const StepLanes s =
-      step_lanes(reinterpret_cast<unsigned char*>(s_overlap + 4), W, R, p.table_bits);
+  unsigned char* lanes_memory = reinterpret_cast<unsigned char*>(s_overlap + 4);
+  const StepLanes s = step_lanes(lanes_memory, W, R, p.table_bits);
 
   clear_table<kThreads>(s, p.table_bits);
   if (threadIdx.x == 0) {
@@ -116,31 +120,37 @@ __global__ void __launch_bounds__(StepShape<S, kLanes, kTwice>::kThreads) sdm_st
 #pragma unroll 1
   for (int t = 0; t < p.T; ++t) {
     const int thread = here(static_cast<int>(threadIdx.x));
+    __builtin_assume(thread >= 0 && thread < kThreads);  // divisions are shifts
     const int n = here(p.first_sequence + static_cast<int>(blockIdx.z));
     const int head = here(p.first_head + static_cast<int>(blockIdx.y));
-    // a thread's place among the groups: its lowest bit is the group's highest, as those two
-    // groups' sums are added first
-    const unsigned place = static_cast<unsigned>(thread) / kLanes;
-    const int group = static_cast<int>(kTwice ? place : place / 2 + place % 2 * 16);
+    // A thread's place among the groups: its lowest bit is the group's highest, as those two
+    // groups' sums are added first.
+    const auto group_at = [](int place) {
+      return kTwice ? place : place / 2 + place % 2 * (kStepGroups / 2);
+    };
+    const int group = group_at(thread / kLanes);
     const auto row_of = [&](int set, int u) { return group + set * 16 + u * kStepGroups; };
 
-    // slots of the rows that the lane's groups fetch: straight from memory, so that no barrier
-    // stands before the rows
-    RawId write_id[kSets][kHeld], read_id[kSets][kHeld];
+    // The rows of a warp, each looked up by one lane: written ones, then read ones; by set, then by
+    // number in the group, then by place.
+    int looked_row[kLooked];
+    bool looked_write[kLooked], looks[kLooked];
+    RawId id[kLooked];
     const char* write_ids = p.write_idx.at(n, t, head);
     const char* read_ids = p.read_idx.at(n, t, head);
 #pragma unroll
-    for (int set = 0; set < kSets; ++set) {
-#pragma unroll
-      for (int u = 0; u < kHeld; ++u) {
-        const int a = row_of(set, u);
-        write_id[set][u] = read_id[set][u] = {~0u, ~0u};
-        if (a < W) {
-          write_id[set][u] = load_id(write_ids + p.write_idx.lane(a), p.write_idx.high);
-        }
-        if (a < R) {
-          read_id[set][u] = load_id(read_ids + p.read_idx.lane(a), p.read_idx.high);
-        }
+    for (int k = 0; k < kLooked; ++k) {
+      const int at = thread % 32 + k * 32;
+      const int number = at / kPlaces % kKindRows;
+      const int place = thread / 32 * kPlaces + at % kPlaces;
+      looked_row[k] = group_at(place) + number / kHeld * 16 + number % kHeld * kStepGroups;
+      looked_write[k] = at < kKindRows * kPlaces;
+      looks[k] = at < 2 * kKindRows * kPlaces && looked_row[k] < (looked_write[k] ? W : R);
+      id[k] = {~0u, ~0u};
+      if (looks[k]) {
+        const StepView<Stride>& ids = looked_write[k] ? p.write_idx : p.read_idx;
+        id[k] =
+            load_id((looked_write[k] ? write_ids : read_ids) + ids.lane(looked_row[k]), ids.high);
       }
     }
     RawId state{static_cast<unsigned>(n), 0};
@@ -149,27 +159,21 @@ __global__ void __launch_bounds__(StepShape<S, kLanes, kTwice>::kThreads) sdm_st
     }
     // the table is empty, the last token's rows are stored, and the loads below stay below
     __syncthreads();
-    // what is needed later, one lane of the token a thread
-    RawId own_id[kOwn];
-    RawFloat own_weight[kOwn], own_gate[kOwn];
-    const auto load_own = [&](int x, RawId* id, RawFloat* weight, RawFloat* gate) {
-      const bool write = x < W;
-      const int lane = write ? x : x - W;
-      const StepView<Stride>& ids = write ? p.write_idx : p.read_idx;
+    const auto load_weight = [&](bool write, int row) {
       const StepView<Stride>& values = write ? p.write_val : p.read_val;
-      *id = load_id((write ? write_ids : read_ids) + ids.lane(lane), ids.high);
-      *weight = load_raw(values.at(n, t, head) + values.lane(lane), values.high);
-      // a read lane takes the token's first gate and makes no use of it
-      *gate =
-          load_raw(p.g.at(n, t, head) + p.g.lane(p.gate_per_write && write ? lane : 0), p.g.high);
+      return load_raw(values.at(n, t, head) + values.lane(row), values.high);
     };
+    // a read takes the token's first gate and makes no use of it
+    const auto load_gate = [&](bool write, int row) {
+      return load_raw(p.g.at(n, t, head) + p.g.lane(p.gate_per_write && write ? row : 0), p.g.high);
+    };
+    RawFloat weight[kLooked], gate[kLooked];
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      own_id[j] = {~0u, ~0u};
-      own_weight[j] = own_gate[j] = {0, 0};
-      const int x = thread + j * kThreads;
-      if (x < W + R) {
-        load_own(x, &own_id[j], &own_weight[j], &own_gate[j]);
+    for (int k = 0; k < kLooked; ++k) {
+      weight[k] = gate[k] = {0, 0};
+      if (looks[k]) {
+        weight[k] = load_weight(looked_write[k], looked_row[k]);
+        gate[k] = load_gate(looked_write[k], looked_row[k]);
       }
     }
     // the sum that this thread finishes: threads below kColumns a retrieval, the next a reading
@@ -193,7 +197,10 @@ __global__ void __launch_bounds__(StepShape<S, kLanes, kTwice>::kThreads) sdm_st
       continue;
     }
 
-    char* bank = p.bank + bank_row * p.bank_stride[0] + head * p.bank_stride[1];
+    const int own_column = first_column + thread % kLanes * V;
+    const LaneColumns at{0, max(0, min(V, p.D - own_column))};  // counted from own_column
+    char* bank = p.bank + bank_row * p.bank_stride[0] + head * p.bank_stride[1] +
+                 own_column * static_cast<int64_t>(sizeof(S));
     const auto row_at = [&](int slot) {
       using Unsigned = std::make_unsigned_t<Stride>;  // one instruction for 32 bits
       return reinterpret_cast<S*>(
@@ -201,60 +208,77 @@ __global__ void __launch_bounds__(StepShape<S, kLanes, kTwice>::kThreads) sdm_st
           static_cast<uint64_t>(static_cast<unsigned>(slot)) * static_cast<Unsigned>(p.slot_stride)
       );
     };
-    const int own_column = first_column + thread % kLanes * V;
-    const LaneColumns at{own_column, max(0, min(V, p.D - own_column))};
+    int slot[kLooked];
+#pragma unroll
+    for (int k = 0; k < kLooked; ++k) {
+      slot[k] = id_below(id[k], looked_write[k] ? p.write_idx.high : p.read_idx.high, p.S);
+    }
+    // row `number` of a kind of this thread
+    const auto slot_of = [&](bool write, int number) {
+      const int first = (number + (write ? 0 : kKindRows)) * kPlaces;
+      return __shfl_sync(0xffffffffu, slot[first / 32], first % 32 + thread % 32 / kLanes);
+    };
     uint4 write_row[kSets][kHeld] = {}, read_row[kSets][kHeld] = {};
     int write_slot[kSets][kHeld];
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
 #pragma unroll
       for (int u = 0; u < kHeld; ++u) {
-        const int slot = id_below(write_id[set][u], p.write_idx.high, p.S);
-        write_slot[set][u] = slot;
-        load_row_if<S, kAligned>(slot >= 0, row_at(max(slot, 0)), at, &write_row[set][u]);
+        const int written = slot_of(true, set * kHeld + u);
+        write_slot[set][u] = written;
+        load_row_if<S, kAligned>(written >= 0, row_at(max(written, 0)), at, &write_row[set][u]);
       }
     }
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
 #pragma unroll
       for (int u = 0; u < kHeld; ++u) {
-        const int slot = id_below(read_id[set][u], p.read_idx.high, p.S);
-        load_row_if<S, kAligned>(slot >= 0, row_at(max(slot, 0)), at, &read_row[set][u]);
+        const int read = slot_of(false, set * kHeld + u);
+        load_row_if<S, kAligned>(read >= 0, row_at(max(read, 0)), at, &read_row[set][u]);
       }
     }
 
     // while the rows come
-    const auto share_own =
-        [&](int x, const RawId& id, const RawFloat& weight, const RawFloat& gate) {
-          const bool write = x < W;
-          const int slot = id_below(id, write ? p.write_idx.high : p.read_idx.high, p.S);
-          if (write) {
-            const float k = slot >= 0 ? raw_value(p.write_val, weight) : 0.0f;
-            const float decay = slot >= 0 ? expf(raw_value(p.g, gate)) : 0.0f;
-            s.write_slot[x] = slot;
-            s.gate[x] = make_float2(k, decay);
-            s.write[x] = make_float4(k * decay, decay, k, slot >= 0 ? 1.0f : 0.0f);
-            if (slot >= 0 && !insert_lane(s, p.table_bits, slot, x)) {
-              *s_shared = 1;
-            }
-          } else {
-            s.read_slot[x - W] = slot;
-            s.read[x - W] = raw_value(p.read_val, weight);
+    const auto share_row =
+        [&](
+            bool write, int row, int its_slot, const RawFloat& its_weight, const RawFloat& its_gate
+        ) {
+          if (!write) {
+            s.read_slot[row] = its_slot;
+            s.read[row] = raw_value(p.read_val, its_weight);
+            return;
+          }
+          const bool used = its_slot >= 0;
+          const float k = used ? raw_value(p.write_val, its_weight) : 0.0f;
+          const float decay = used ? expf(raw_value(p.g, its_gate)) : 0.0f;
+          s.write_slot[row] = its_slot;
+          s.gate[row] = make_float2(k, decay);
+          s.write[row] = make_float4(k * decay, decay, k, used ? 1.0f : 0.0f);
+          if (used && !insert_lane(s, p.table_bits, its_slot, row)) {
+            *s_shared = 1;
           }
         };
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      const int x = thread + j * kThreads;
-      if (x < W + R) {
-        share_own(x, own_id[j], own_weight[j], own_gate[j]);
+    for (int k = 0; k < kLooked; ++k) {
+      if (looks[k]) {
+        share_row(looked_write[k], looked_row[k], slot[k], weight[k], gate[k]);
       }
     }
 #pragma unroll 1
-    for (int x = thread + kOwn * kThreads; x < W + R; x += kThreads) {
-      RawId id;
-      RawFloat weight, gate;
-      load_own(x, &id, &weight, &gate);
-      share_own(x, id, weight, gate);
+    for (int x = kHeld * kStepGroups * 2 + thread; x < 2 * max(W, R); x += kThreads) {
+      const bool write = x % 2 == 0;  // the rows that no group holds, of both kinds in turn
+      const int row = x / 2;
+      if (row < (write ? W : R)) {
+        const StepView<Stride>& ids = write ? p.write_idx : p.read_idx;
+        const RawId its_id = load_id((write ? write_ids : read_ids) + ids.lane(row), ids.high);
+        share_row(
+            write,
+            row,
+            id_below(its_id, ids.high, p.S),
+            load_weight(write, row),
+            load_gate(write, row)
+        );
+      }
     }
     __syncthreads();  // all lanes are there, and in the table
     bool overlaps = false;
@@ -266,7 +290,7 @@ __global__ void __launch_bounds__(StepShape<S, kLanes, kTwice>::kThreads) sdm_st
     } else {
 #pragma unroll 1
       for (int x = thread; x < W + R; x += kThreads) {
-        overlaps = finish_shared(s, W, x) || overlaps;
+        overlaps = finish_shared(lanes_memory, W, R, p.table_bits, x) || overlaps;
       }
     }
     const bool overlapped = __syncthreads_or(overlaps);  // the lanes are complete

@@ -129,7 +129,10 @@ __device__ __forceinline__ bool finish_read(const StepLanes& s, int table_bits, 
 }
 
 // Completes lane x (write lanes first) of a token in which lanes share a slot: compares all.
-__device__ __noinline__ bool finish_shared(StepLanes s, int W, int x) {
+__device__ __noinline__ bool finish_shared(
+    unsigned char* memory, int W, int R, int table_bits, int x
+) {
+  const StepLanes s = step_lanes(memory, W, R, table_bits);
   const bool write = x < W;
   const int slot = write ? s.write_slot[x] : s.read_slot[x - W];
   int owner = -1;    // the lowest lane that writes the slot
