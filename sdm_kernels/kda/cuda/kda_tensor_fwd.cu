@@ -17,8 +17,8 @@ namespace {
 // the 50 MB second-level cache, and three blocks for each of 132 multiprocessors.
 constexpr int64_t kWindowRecords = 396;
 
+// The preparation of a window overlaps the scan of the one before, which reads the other buffer.
 constexpr int64_t kBuffers = 2;
-constexpr bool kOverlap = true;
 
 constexpr int64_t kMaxGridY = 65535;
 
@@ -30,12 +30,23 @@ int64_t record_bytes(int64_t K) {
   return K == 128 ? KdaRecord<128>::kForwardBytes : KdaRecord<64>::kForwardBytes;
 }
 
-int64_t records_bytes(const KdaDims& dims, const KdaWindowPlan& plan) {
-  return plan.max_slots() * dims.HV * record_bytes(dims.K);
-}
-
 int64_t carry_rows(const KdaWindowPlan& plan) {
   return plan.packed ? 1 : plan.group;
+}
+
+// Memory of a call: kBuffers buffers of records, then the states between windows.
+struct Workspace {
+  int64_t records;  // bytes of one buffer
+  int64_t carry;    // bytes
+
+  int64_t bytes() const { return kBuffers * records + carry; }
+};
+
+Workspace workspace_of(const KdaDims& dims, const KdaWindowPlan& plan) {
+  Workspace w;
+  w.records = plan.max_slots() * dims.HV * record_bytes(dims.K);
+  w.carry = 2 * carry_rows(plan) * dims.HV * dims.K * dims.V * 4;
+  return w;
 }
 
 template <DType kType, int kK>
@@ -51,7 +62,7 @@ cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream
       cuda::kScanThreads,
       cuda::ScanShared<kK>::kBytes,
       stream,
-      kOverlap,
+      args.overlap,
       args
   );
 }
@@ -86,9 +97,7 @@ bool kda_tensor_supports(const KdaDims& dims, DType dtype) {
 
 size_t kda_tensor_fwd_workspace(const KdaCudaFwdParams& params) {
   const KdaDims& dims = params.base.dims;
-  const KdaWindowPlan plan = plan_of(params);
-  const int64_t carry = 2 * carry_rows(plan) * dims.HV * dims.K * dims.V * 4;
-  return static_cast<size_t>(kBuffers * records_bytes(dims, plan) + carry);
+  return static_cast<size_t>(workspace_of(dims, plan_of(params)).bytes());
 }
 
 cudaError_t launch_kda_tensor_fwd(
@@ -100,14 +109,16 @@ cudaError_t launch_kda_tensor_fwd(
     return cudaSuccess;
   }
   const KdaWindowPlan plan = plan_of(params);
-  const KdaRecords records{static_cast<char*>(workspace), record_bytes(dims.K)};
+  const Workspace sizes = workspace_of(dims, plan);
+  char* const records = static_cast<char*>(workspace);
+  const bool overlap = kernels_overlap();
 
   KdaPrepParams prep;
   prep.dims = dims;
   prep.options = base.options;
   prep.tokens = base.tokens;
   prep.cu_seqlens = params.cu_seqlens;
-  prep.records = records;
+  prep.records.stride = record_bytes(dims.K);
   prep.key_scores = false;
 
   cuda::KdaScanArgs scan;
@@ -117,24 +128,27 @@ cudaError_t launch_kda_tensor_fwd(
   scan.initial = base.initial;
   scan.final_state = base.final_state;
   scan.chunk_states = base.chunk_states;
-  scan.records = records;
-  scan.carry = reinterpret_cast<float*>(records.data + kBuffers * records_bytes(dims, plan));
+  scan.carry = reinterpret_cast<float*>(records + kBuffers * sizes.records);
   scan.carry_rows = carry_rows(plan);
   scan.out = base.out;
   scan.scale = static_cast<float>(base.options.scale);
   scan.whole_v = kda_rows_aligned(base.tokens.v, 8);
 
-  // The preparation of a window overlaps the scan of the one before: it fills the other buffer, and
-  // starts only after the scan before that, which read it, has ended.
+  scan.overlap = overlap;
+
+  // The preparation of a window starts when the scan of the one before has started, which is after
+  // the scan before that has ended, whose buffer it fills.
   for (int64_t i = 0; i < plan.num_windows(); ++i) {
     prep.window = plan.window(i);
-    prep.records.data = records.data + i % kBuffers * records_bytes(dims, plan);
+    prep.records.data = records + i % kBuffers * sizes.records;
     scan.window = prep.window;
     scan.records = prep.records;
-    cudaError_t error = launch_kda_tensor_prep(prep, stream, i > 0 && kOverlap);
+    // The first kernel may not overlap the one in front of the call.
+    cudaError_t error = launch_kda_tensor_prep(prep, stream, overlap && i > 0);
     if (error == cudaSuccess) {
-      const int64_t spans = plan.packed ? plan.max_spans(dims.N) : scan.window.num_sequences;
-      error = launch_scan(scan, spans, stream);
+      error = launch_scan(
+          scan, plan.packed ? plan.max_spans(dims.N) : scan.window.num_sequences, stream
+      );
     }
     if (error != cudaSuccess) {
       return error;

@@ -28,8 +28,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// At the end of a kernel: its grid ends after the one before it. One block waits, so that the others
-// leave their place to blocks with work.
+// At the end of a kernel: its grid ends after the one before it. One block waits, so that the
+// others leave their place to blocks with work.
 __device__ __forceinline__ void end_after_previous_kernel() {
   if (blockIdx.x == gridDim.x - 1 && blockIdx.y == gridDim.y - 1 && blockIdx.z == gridDim.z - 1) {
     wait_for_previous_kernel();

@@ -127,9 +127,9 @@ struct KdaGateChannel {
     if constexpr (kGate == KdaGate::kActivated) {
       return g * kLog2e;
     } else if constexpr (kGate == KdaGate::kSoftplus) {
-      return -rate * softplus2((g + bias) * kLog2e);
+      return -rate * softplus2(fmaf(g, kLog2e, bias * kLog2e));
     } else {
-      return bound * fast_reciprocal(1.0f + fast_exp2(-rate * (g + bias)));
+      return bound * fast_reciprocal(1.0f + fast_exp2(fmaf(-rate, g, -rate * bias)));
     }
   }
 };

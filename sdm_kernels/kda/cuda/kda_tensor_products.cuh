@@ -72,8 +72,9 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
 
 #define KDA_TILE(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 
-// Tiles kTile to kTile + 7 of c; kTransposed: b is stored with its columns along the rows.
-template <int kTransposed, int kTile, int kTiles>
+// Tiles kTile to kTile + 7 of c; kTransposed: b is stored with its columns along the rows; kAdd 0:
+// c is replaced.
+template <int kTransposed, int kTile, int kAdd, int kTiles>
 __device__ __forceinline__ void multiply_64(
     float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b
 ) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void multiply_64(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
+      "{%32, %33, %34, %35}, %36, %38, 1, 1, %37;"
       : KDA_TILE(c, kTile),
         KDA_TILE(c, kTile + 1),
         KDA_TILE(c, kTile + 2),
@@ -90,7 +91,7 @@ __device__ __forceinline__ void multiply_64(
         KDA_TILE(c, kTile + 5),
         KDA_TILE(c, kTile + 6),
         KDA_TILE(c, kTile + 7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed), "n"(kAdd)
   );
 }
 
@@ -98,11 +99,11 @@ __device__ __forceinline__ void multiply_64(
 
 // b[k][n] = panel[n][16 kStep + k]. Where n < 16 kFirst that is zero: this way multiplies all of
 // it, because accumulators that are used in parts cannot stay where the instruction wants them.
-template <int kStep, int kFirst = 0>
+template <int kStep, int kFirst = 0, bool kFresh = false>
 __device__ __forceinline__ void add_product(
     float (&c)[8][4], const uint32_t (&a)[4], uint32_t panel
 ) {
-  multiply_64<0, 0>(c, a, matrix_descriptor(panel + kStep * 32));
+  multiply_64<0, 0, kFresh ? 0 : 1>(c, a, matrix_descriptor(panel + kStep * 32));
 }
 
 // b[k][n] = panel[16 kStep + k][n]; c is tiles kTile to kTile + 7.
@@ -110,7 +111,7 @@ template <int kStep, int kTile, int kTiles>
 __device__ __forceinline__ void add_row_product(
     float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel
 ) {
-  multiply_64<1, kTile>(c, a, matrix_descriptor(panel + kStep * 2048));
+  multiply_64<1, kTile, 1>(c, a, matrix_descriptor(panel + kStep * 2048));
 }
 
 #else
@@ -127,7 +128,7 @@ __device__ __forceinline__ void wait_products() {}
 template <typename T, int kRows>
 __device__ __forceinline__ void settle(T (&)[kRows][4]) {}
 
-template <int kStep, int kFirst = 0>
+template <int kStep, int kFirst = 0, bool kFresh = false>
 __device__ __forceinline__ void add_product(
     float (&c)[8][4], const uint32_t (&a)[4], uint32_t panel
 ) {
@@ -135,6 +136,15 @@ __device__ __forceinline__ void add_product(
   // being k 0-7 and 8-15 of n 0-7, then of n 8-15.
   const int lane = threadIdx.x % 32;
   const uint32_t at = (lane / 16 * 8 + lane % 8) * 128 + (((lane / 8 & 1) ^ (lane & 7)) << 4);
+  if constexpr (kFresh) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        c[n][i] = 0.0f;
+      }
+    }
+  }
 #pragma unroll
   for (int n = kFirst; n < 4; ++n) {
     uint32_t b[4];
@@ -162,21 +172,24 @@ __device__ __forceinline__ void add_row_product(
 
 #endif
 
-// c += a b^T over the 64 columns of a panel, of which row n has n / 16 * 16 + 16 that count.
+// c += a b^T, or with kFresh c = a b^T, over the 64 columns of a panel, of which row n has
+// n / 16 * 16 + 16 that count.
+template <bool kFresh = false>
 __device__ __forceinline__ void add_triangular_product(
     float (&c)[8][4], const uint32_t (&a)[4][4], uint32_t panel
 ) {
-  add_product<0, 0>(c, a[0], panel);
+  add_product<0, 0, kFresh>(c, a[0], panel);
   add_product<1, 1>(c, a[1], panel);
   add_product<2, 2>(c, a[2], panel);
   add_product<3, 3>(c, a[3], panel);
 }
 
-// c += a b^T over the columns of one panel.
+// The same over all columns of one panel.
+template <bool kFresh = false>
 __device__ __forceinline__ void add_panel_product(
     float (&c)[8][4], const uint32_t (*a)[4], uint32_t panel
 ) {
-  add_product<0>(c, a[0], panel);
+  add_product<0, 0, kFresh>(c, a[0], panel);
   add_product<1>(c, a[1], panel);
   add_product<2>(c, a[2], panel);
   add_product<3>(c, a[3], panel);
