@@ -3,9 +3,10 @@
 //! and its speed.
 //!
 //! Standalone: returns 0 when every case agrees. Run with "time" it also times shapes, as a whole
-//! and the preparation alone; with "speed" it only does that, with another word only cases named
-//! so. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90a tests/cpp/test_kda_fwd.cu
-//! sdm_kernels/kda/cuda/kda_tensor_prep.cu sdm_kernels/kda/cuda/kda_tensor_fwd.cu
+//! and the preparation alone; with "speed" it only does that; with another word it runs only the
+//! cases that have it in their name. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90a
+//! tests/cpp/test_kda_fwd.cu sdm_kernels/kda/cuda/kda_tensor_prep.cu
+//! sdm_kernels/kda/cuda/kda_tensor_fwd.cu
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

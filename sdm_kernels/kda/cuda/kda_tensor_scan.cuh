@@ -9,9 +9,9 @@
 //!   o^T = scale (S^T qd^T + U^T scores^T)
 //! Only the records come through shared memory, in halves (kd, qd | inverse, scores, kr, gamma,
 //! beta) through a ring of three. Sums are float, operands fp16. A value column whose largest
-//! element of S or v leaves [2^-7, 2^7) is scaled by a power of two for the chunk, so that no input
-//! overflows or loses bits in fp16; each column is a problem of its own and everything is linear in
-//! it.
+//! element of S or v leaves [2^-14, 2^7) is scaled by a power of two for the chunk, so that no
+//! input overflows or loses bits in fp16; each column is a problem of its own and everything is
+//! linear in it.
 #pragma once
 
 #include <cstdint>

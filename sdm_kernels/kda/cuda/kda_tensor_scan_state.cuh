@@ -24,7 +24,7 @@ struct PowerOfTwo {
 
 // Brings a largest magnitude near 1 unless it is well inside fp16 anyway.
 __device__ __forceinline__ PowerOfTwo column_scale(float largest) {
-  const bool inside = largest >= 0x1p-7f && largest < 0x1p7f;
+  const bool inside = largest >= 0x1p-14f && largest < 0x1p7f;
   if (inside || !(largest > 0.0f) || largest > 3.0e38f) {
     return {1.0f, 1.0f};
   }
