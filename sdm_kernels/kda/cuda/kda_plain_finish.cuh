@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) kda_plain_finish_kernel(
   const KdaDims& dims = p.call.dims;
   const int64_t K = dims.K, group = dims.HV / dims.H;
   TilePlace place;
-  if (!find_tile(p.call, blockIdx.x, group, &place)) {
+  if (!find_tile(p.call, group, &place)) {
     return;
   }
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, 3) kda_plain_tile_grad_kernel(
     const __grid_constant__ TileGradParams p
 ) {
   TilePlace place;
-  if (!find_tile(p.call, blockIdx.x, 1, &place)) {
+  if (!find_tile(p.call, 1, &place)) {
     return;
   }
   const int64_t K = p.call.dims.K, V = p.call.dims.V;

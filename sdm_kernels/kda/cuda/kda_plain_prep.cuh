@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 3) kda_plain_prep_kernel(
     const __grid_constant__ PlainCall p
 ) {
   TilePlace place;
-  if (!find_tile(p, blockIdx.x, 1, &place)) {
+  if (!find_tile(p, 1, &place)) {
     return;
   }
   const int64_t K = p.dims.K, V = p.dims.V;

@@ -82,13 +82,13 @@ struct TilePlace {
 
 // Blocks count tiles of the window's rows and, fastest, groups of `group` value heads; the place is
 // that of the first head of the group. False if the sequence has no such tile.
-__device__ __forceinline__ bool find_tile(
-    const PlainCall& p, int64_t block, int64_t group, TilePlace* place
-) {
-  const int64_t tiles = p.tiles(), groups = p.dims.HV / group;
-  const int64_t hv = block % groups * group;
-  const int64_t tile = block / groups % tiles;
-  const int64_t row = block / groups / tiles;
+__device__ __forceinline__ bool find_tile(const PlainCall& p, int64_t group, TilePlace* place) {
+  // in 32 bits: a grid has at most 2^31 blocks
+  const unsigned tiles = static_cast<unsigned>(p.tiles()), HV = static_cast<unsigned>(p.dims.HV);
+  const unsigned groups = HV / static_cast<unsigned>(group);
+  const int64_t hv = blockIdx.x % groups * group;
+  const int64_t tile = blockIdx.x / groups % tiles;
+  const int64_t row = blockIdx.x / groups / tiles;
   PlainSequence sequence;
   int64_t chunk;
   if (!find_chunk(p, row, &sequence, &chunk)) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ bool find_tile(
   place->batch = sequence.batch;
   place->token = sequence.begin + first;
   place->hv = hv;
-  place->h = hv / (p.dims.HV / p.dims.H);
+  place->h = static_cast<unsigned>(hv) / (HV / static_cast<unsigned>(p.dims.H));
   place->slot = p.slot(row, tile, hv);
   place->rows = static_cast<int>(sequence.length - first < kTile ? sequence.length - first : kTile);
   return true;

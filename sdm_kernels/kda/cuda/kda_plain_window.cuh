@@ -96,8 +96,9 @@ __device__ __forceinline__ bool find_chunk(
 ) {
   const PlainWindow& window = p.window;
   if (p.offsets == nullptr) {
-    *sequence = get_sequence(p, window.first_sequence + row / window.chunks);
-    *chunk = window.first_chunk + row % window.chunks;
+    const unsigned row32 = static_cast<unsigned>(row), each = static_cast<unsigned>(window.chunks);
+    *sequence = get_sequence(p, window.first_sequence + row32 / each);
+    *chunk = window.first_chunk + row32 % each;
   } else {
     const int64_t global = window.first_chunk + row;
     *sequence = get_sequence(p, find_sequence(p, global));

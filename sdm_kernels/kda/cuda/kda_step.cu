@@ -53,9 +53,19 @@ cudaError_t launch_kda_step(const KdaCudaStepParams& params, cudaStream_t stream
   p.slices = ceil_div(dims.V, int64_t{kStepColumns});
   p.initial_runs = has_runs(base.initial, columns_last ? 3 : 2);
   p.final_runs = has_runs(base.final_state, columns_last ? 3 : 2);
+  const int64_t blocks = dims.N * dims.HV * p.slices;
+  if (blocks == 0) {
+    return cudaSuccess;
+  }
+  if (blocks > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
+  const bool overlap = params.cu_seqlens.data == nullptr && kernels_overlap();
   const auto launch_with = [&](auto* by_columns, auto* by_keys) {
-    const int64_t blocks = dims.N * dims.HV * p.slices;
-    return launch(columns_last ? by_columns : by_keys, p, blocks, kThreads, 0, stream);
+    const dim3 grid(static_cast<unsigned>(blocks));
+    return launch_kernel(
+        columns_last ? by_columns : by_keys, grid, kThreads, 0, stream, overlap, p
+    );
   };
   if (dims.K <= 64) {
     return launch_with(&kda_step_kernel<4, true>, &kda_step_kernel<4, false>);

@@ -5,11 +5,14 @@
 //! Bound by the bytes of the state, read and written once, or by latency when there are few
 //! sequences. So all of a block's state is requested at once, the tokens while it comes, and a
 //! token costs two barriers: with Sd the decayed state, S^T q = Sd^T q + (k.q) u, hence both
-//! products with the state are made in one pass before u is known.
+//! products with the state are made in one pass before u is known. Registers are limited so that
+//! six blocks a multiprocessor wait for memory at a time, and a step may be launched while the
+//! one before it ends.
 #pragma once
 
 #include "sdm_kernels/kda/cuda/kda_cuda.h"
 #include "sdm_kernels/kda/cuda/kda_plain_tile.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 
 namespace sdm::kda::plain {
 
@@ -49,10 +52,10 @@ struct StepState {
 
   // Where a run begins, if it is inside.
   __device__ __forceinline__ bool find_run(
-      int r, const KdaStateView& view, int64_t first_column, int64_t K, int64_t V, int64_t* offset
+      int r, const KdaStateView& view, int first_column, int64_t K, int64_t V, int64_t* offset
   ) const {
     const int own_key = kColumnsLast ? key(r) : key(r / 4 * 4);
-    const int64_t own_column = first_column + column + (kColumnsLast ? 0 : r % 4);
+    const int own_column = first_column + column + (kColumnsLast ? 0 : r % 4);
     *offset = own_key * view.stride[2] + own_column * view.stride[3];
     return own_key < K && own_column < V;
   }
@@ -62,7 +65,7 @@ struct StepState {
   }
 
   __device__ __forceinline__ void load(
-      const KdaStateView& view, bool runs, int64_t base, int64_t first_column, int64_t K, int64_t V
+      const KdaStateView& view, bool runs, int64_t base, int first_column, int64_t K, int64_t V
   ) {
     with_dtype(view.dtype, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
@@ -98,7 +101,7 @@ struct StepState {
   }
 
   __device__ __forceinline__ void store(
-      const KdaStateView& view, bool runs, int64_t base, int64_t first_column, int64_t K, int64_t V
+      const KdaStateView& view, bool runs, int64_t base, int first_column, int64_t K, int64_t V
   ) {
     with_dtype(view.dtype, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
@@ -150,22 +153,17 @@ struct alignas(16) StepShared {
 
 template <int kOwn>
 __device__ __forceinline__ void load_step_token(
-    const StepParams& p,
-    int64_t batch,
-    int64_t t,
-    int64_t hv,
-    int64_t first_column,
-    StepToken<kOwn>* token
+    const StepParams& p, int64_t batch, int64_t t, int hv, int first_column, StepToken<kOwn>* token
 ) {
   const KdaTokens& in = p.call.base.tokens;
   const KdaDims& dims = p.call.base.dims;
-  const int64_t h = hv / (dims.HV / dims.H);
+  const unsigned h = static_cast<unsigned>(hv) / static_cast<unsigned>(dims.HV / dims.H);
   const int thread = static_cast<int>(threadIdx.x);
   load_raw_row(in.q, row_of(in.q, batch, t, h), thread, kThreads, dims.K, token->q);
   load_raw_row(in.k, row_of(in.k, batch, t, h), thread, kThreads, dims.K, token->k);
   load_raw_row(in.g, row_of(in.g, batch, t, hv), thread, kThreads, dims.K, token->g);
   const int64_t row = row_of(in.v, batch, t, hv);
-  load_raw_row(in.v, row, static_cast<int>(first_column), 1, dims.V, token->v);
+  load_raw_row(in.v, row, first_column, 1, dims.V, token->v);
   token->beta = load_raw(in.beta.data, in.beta.dtype, row_of(in.beta, batch, t, hv));
 }
 
@@ -226,7 +224,7 @@ __device__ __forceinline__ StepSequence step_sequence(const StepParams& p, int64
 }
 
 template <int kHold, bool kColumnsLast>
-__global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 4) kda_step_kernel(
+__global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 6) kda_step_kernel(
     const __grid_constant__ StepParams p
 ) {
   constexpr int kKeys = kHold * kStepParts;
@@ -235,13 +233,16 @@ __global__ void __launch_bounds__(kThreads, kHold == 16 ? 3 : 4) kda_step_kernel
   const KdaStepParams& base = p.call.base;
   const KdaDims& dims = base.dims;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int64_t slice = blockIdx.x % p.slices;
-  const int64_t hv = blockIdx.x / p.slices % dims.HV;
-  const int64_t n = blockIdx.x / p.slices / dims.HV;
-  const int64_t first_column = slice * kStepColumns;
+  // a grid has at most 2^31 blocks
+  const unsigned slices = static_cast<unsigned>(p.slices), heads = static_cast<unsigned>(dims.HV);
+  const int first_column = static_cast<int>(blockIdx.x % slices) * kStepColumns;
+  const int hv = static_cast<int>(blockIdx.x / slices % heads);
+  const int n = static_cast<int>(blockIdx.x / slices / heads);
 
+  cuda::allow_next_kernel();
+  cuda::wait_for_previous_kernel();
   StepState<kHold, kColumnsLast> state;
-  const int64_t own_column = first_column + state.column;
+  const int own_column = first_column + state.column;
   const bool owner = state.part == 0 && own_column < dims.V;  // of the outputs of its columns
   const StepSequence sequence = step_sequence(p, n);
   int64_t row = n;
