@@ -157,7 +157,6 @@ KdaBwdTokenParams token_params(
   tokens.aligned_out =
       base.d_out.dtype != DType::kF32 && cuda::aligned_rows(base.d_out, base.d_out.stride[3]);
   tokens.aligned_qk = cuda::aligned_rows(base.tokens.q, 1) && cuda::aligned_rows(base.tokens.k, 1);
-  tokens.aligned_g = kda_rows_aligned(base.tokens.g, 2 * element_size(base.tokens.g.dtype));
   return tokens;
 }
 

@@ -48,8 +48,8 @@ struct KdaBwdTokenParams {
   void *d_q, *d_k, *d_v, *d_g, *d_beta;
   float* group_grads;  // [slots, HV, 2, 64, K] gradients of the normalised q and k; HV > H only
   float* gate_sums;    // [rows of the call, HV, 2, K]: sums over a chunk for dt_bias and A_log
-  // Rows begin at multiples of 16 bytes (g: of two elements).
-  bool aligned_v, aligned_out, aligned_qk, aligned_g;
+  // Rows begin at multiples of 16 bytes.
+  bool aligned_v, aligned_out, aligned_qk;
 };
 
 struct KdaBwdSumParams {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file The part of the token stage in which a thread owns two key channels of one block of eight
+//! @file The part of the token stage in which a thread owns one key channel of one block of eight
 //! rows: decays, operands of the products, pairs of rows inside the block, gradient of the gate.
 #pragma once
 
@@ -9,49 +9,33 @@
 
 namespace sdm::kda::cuda {
 
-// Two channels of a block of rows.
-using ChannelRows = float[kBlockRows][2];
+// One channel of a block of rows.
+using ChannelRows = float[kBlockRows];
 
-__device__ __forceinline__ void load_rows_f32(
-    ChannelRows& out, const float* from, int64_t stride, int rows, bool aligned
+// Rows past the end are 0.
+__device__ __forceinline__ void load_rows(
+    ChannelRows& out, const KdaView& view, int64_t from, int rows
 ) {
+  const int64_t stride = view.stride[1];
+  if (view.dtype == DType::kF32) {
+    const float* data = static_cast<const float*>(view.data) + from;
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      out[i] = i < rows ? *data : 0.0f;
+      data += stride;
+    }
+    return;
+  }
+  const uint16_t* data = static_cast<const uint16_t*>(view.data) + from;
+  uint16_t raw[kBlockRows];
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
-    if (i >= rows) {
-      out[i][0] = out[i][1] = 0.0f;
-    } else if (aligned) {
-      const float2 x = *reinterpret_cast<const float2*>(from);
-      out[i][0] = x.x;
-      out[i][1] = x.y;
-    } else {
-      out[i][0] = from[0];
-      out[i][1] = from[1];
-    }
-    from += stride;
-  }
-}
-
-__device__ __forceinline__ void load_rows_16(
-    ChannelRows& out, const uint16_t* from, int64_t stride, int rows, bool aligned, bool bf16
-) {
-  uint32_t raw[kBlockRows];
-  if (aligned && rows >= kBlockRows) {
-#pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) {
-      raw[i] = *reinterpret_cast<const uint32_t*>(from);
-      from += stride;
-    }
-  } else {
-    for (int i = 0; i < kBlockRows; ++i) {
-      raw[i] = i < rows ? from[0] | static_cast<uint32_t>(from[1]) << 16 : 0;
-      from += stride;
-    }
+    raw[i] = i < rows ? *data : static_cast<uint16_t>(0);
+    data += stride;
   }
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
-    const float2 x = widen_pair(raw[i], bf16);
-    out[i][0] = x.x;
-    out[i][1] = x.y;
+    out[i] = widen_pair(raw[i], view.dtype == DType::kBf16).x;
   }
 }
 
@@ -73,35 +57,29 @@ __device__ __forceinline__ float fast_sigmoid(float x) {
   return fast_reciprocal(1.0f + fast_exp2(-kLog2e * x));
 }
 
-// The gate of two key channels.
+// The gate of one key channel.
 struct ChannelGate {
   KdaGate form;
-  float rate;     // exp(A_log)
-  float bias[2];  // dt_bias
-  float bound;    // lower bound
+  float rate;   // exp(A_log)
+  float bias;   // dt_bias
+  float bound;  // lower bound
 
   __device__ __forceinline__
   ChannelGate(const KdaOptions& options, const KdaTokens& tokens, int64_t K, int64_t hv, int c)
-      : form(options.gate), rate(1.0f), bias{0.0f, 0.0f}, bound(0.0f) {
+      : form(options.gate), rate(1.0f), bias(0.0f), bound(0.0f) {
     if (form != KdaGate::kActivated) {
       rate = tokens.A_log != nullptr ? expf(tokens.A_log[hv]) : 1.0f;
-      if (tokens.dt_bias != nullptr) {
-        bias[0] = tokens.dt_bias[hv * K + c];
-        bias[1] = tokens.dt_bias[hv * K + c + 1];
-      }
+      bias = tokens.dt_bias != nullptr ? tokens.dt_bias[hv * K + c] : 0.0f;
       bound = static_cast<float>(options.lower_bound);
     }
   }
 
   template <KdaGate kGate>
   __device__ __forceinline__ void decays_of(ChannelRows& x) const {
+    const KdaGateChannel gate{bias, kGate == KdaGate::kLowerBound ? rate * kLog2e : rate};
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const KdaGateChannel gate{bias[c], kGate == KdaGate::kLowerBound ? rate * kLog2e : rate};
-#pragma unroll
-      for (int i = 0; i < kBlockRows; ++i) {
-        x[i][c] = gate.log2_decay<kGate>(x[i][c], bound * kLog2e);
-      }
+    for (int i = 0; i < kBlockRows; ++i) {
+      x[i] = gate.log2_decay<kGate>(x[i], bound * kLog2e);
     }
   }
 
@@ -116,26 +94,25 @@ struct ChannelGate {
     }
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        x[i][c] = i < rows ? fast_exp2(x[i][c]) : 1.0f;
-      }
+      x[i] = i < rows ? fast_exp2(x[i]) : 1.0f;
     }
   }
 
   // Gradient of the element of g from that of the log-decay; adds that of A_log.
   template <KdaGate kGate>
-  __device__ __forceinline__ float gradient(int c, float raw, float dg, float* d_rate) const {
+  __device__ __forceinline__ float gradient(float raw, float dg, float* d_rate) const {
     if constexpr (kGate == KdaGate::kActivated) {
       return dg;
     } else if constexpr (kGate == KdaGate::kSoftplus) {
-      const float z = raw + bias[c];
+      const float z = raw + bias;
       *d_rate -= rate * (softplus2(z * kLog2e) * (1.0f / kLog2e)) * dg;
       return -rate * fast_sigmoid(z) * dg;
     } else {
-      // 1 - s as a sigmoid of its own keeps its digits where s is near 1
-      const float z = raw + bias[c];
-      const float dz = rate * bound * fast_sigmoid(rate * z) * fast_sigmoid(-rate * z) * dg;
+      // s (1 - s) with e = exp(-rate z) is e / (1 + e)^2, which keeps its digits at both ends
+      const float z = raw + bias;
+      const float e = fast_exp2(fminf(-kLog2e * rate * z, 126.0f));
+      const float s = fast_reciprocal(1.0f + e);
+      const float dz = rate * bound * (e * s) * s * dg;
       *d_rate += dz * z;
       return dz;
     }
@@ -154,199 +131,157 @@ struct TokenChannels {
 
   __device__ __forceinline__ explicit TokenChannels(const TokenBlock<kK, kV>& in)
       : b(in),
-        block(static_cast<int>(threadIdx.x) / (kK / 2)),
-        channel(static_cast<int>(threadIdx.x) % (kK / 2) * 2),
+        block(static_cast<int>(threadIdx.x) / kK),
+        channel(static_cast<int>(threadIdx.x) % kK),
         live(in.rows - block * kBlockRows),
         gate(in.p.common.options, in.p.common.tokens, kK, in.hv, channel) {}
 
-  __device__ __forceinline__ void load(
-      ChannelRows& out, const KdaView& view, int64_t head, bool aligned
-  ) const {
-    const int64_t from = b.element(view, block * kBlockRows, head) + channel;
-    const int64_t stride = view.stride[1];
-    if (view.dtype == DType::kF32) {
-      load_rows_f32(out, static_cast<const float*>(view.data) + from, stride, live, aligned);
-    } else {
-      load_rows_16(
-          out,
-          static_cast<const uint16_t*>(view.data) + from,
-          stride,
-          live,
-          aligned,
-          view.dtype == DType::kBf16
-      );
-    }
+  __device__ __forceinline__ void load(ChannelRows& out, const KdaView& view, int64_t head) const {
+    load_rows(out, view, b.element(view, block * kBlockRows, head) + channel, live);
   }
 
   __device__ __forceinline__ void load_norms(float (&out)[kBlockRows], int offset) const {
     load_eight(out, reinterpret_cast<const float*>(b.record() + offset) + block * kBlockRows);
   }
 
-  __device__ __forceinline__ uint32_t* operand(int tile, int i) const {
-    return b.template at<uint32_t>(tile + Keys::at(block * kBlockRows + i, channel));
+  __device__ __forceinline__ float beta(int i) const {
+    return b.template at<float>(Memory::kBeta)[block * kBlockRows + i];
   }
 
-  // Decays, normalised q and k, beta of the rows.
-  __device__ __forceinline__ void load_all(
-      ChannelRows& p, ChannelRows& q, ChannelRows& k, float (&beta)[kBlockRows]
-  ) const {
+  __device__ __forceinline__ uint16_t* operand(int tile, int i) const {
+    return b.template at<uint16_t>(tile + Keys::at(block * kBlockRows + i, channel));
+  }
+
+  __device__ __forceinline__ void put_operand(int tile, int i, float x) const {
+    *operand(tile, i) = static_cast<uint16_t>(pack_f16(x, 0.0f));
+  }
+
+  __device__ __forceinline__ float operand_value(int tile, int i) const {
+    return unpack_f16(*operand(tile, i)).x;
+  }
+
+  // Of a float [8][K].
+  __device__ __forceinline__ float& per_block(int offset, int i) const {
+    return b.template at<float>(offset)[i * kK + channel];
+  }
+
+  // Decays, normalised q and k of the rows.
+  __device__ __forceinline__ void load_all(ChannelRows& p, ChannelRows& q, ChannelRows& k) const {
     const KdaTokens& tokens = b.p.common.tokens;
-    load(p, tokens.g, b.hv, b.p.aligned_g);
-    load(q, tokens.q, b.h, b.p.aligned_qk);
-    load(k, tokens.k, b.h, b.p.aligned_qk);
-    float q_norm[kBlockRows], k_norm[kBlockRows];
-    load_norms(q_norm, Record::kQueryNorm);
-    load_norms(k_norm, Record::kKeyNorm);
-    load_norms(beta, Record::kBeta);
-    gate.decays(p, live);
+    load(p, tokens.g, b.hv);
+    load(q, tokens.q, b.h);
+    load(k, tokens.k, b.h);
+    float norm[kBlockRows];
+    load_norms(norm, Record::kQueryNorm);
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        q[i][c] *= q_norm[i];
-        k[i][c] *= k_norm[i];
-      }
+      q[i] *= norm[i];
     }
+    load_norms(norm, Record::kKeyNorm);
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      k[i] *= norm[i];
+    }
+    gate.decays(p, live);
   }
 
   // Xq, Xk, Y and the decay over the block.
   __device__ __forceinline__ void make_operands() const {
-    ChannelRows p, q, k;
-    float beta[kBlockRows];
-    load_all(p, q, k, beta);
-    float2 from_start = make_float2(1.0f, 1.0f);
+    ChannelRows p, q, k, strength;
+    load_all(p, q, k);
+    load_norms(strength, Record::kBeta);
+    float from_start = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
-      from_start.x *= p[i][0];
-      from_start.y *= p[i][1];
-      *operand(Memory::kXq, i) = pack_f16(q[i][0] * from_start.x, q[i][1] * from_start.y);
-      *operand(Memory::kXk, i) =
-          pack_f16(k[i][0] * beta[i] * from_start.x, k[i][1] * beta[i] * from_start.y);
+      from_start *= p[i];
+      put_operand(Memory::kXq, i, q[i] * from_start);
+      put_operand(Memory::kXk, i, k[i] * strength[i] * from_start);
     }
-    *b.template at<float2>(Memory::kDecay + (block * kK + channel) * 4) = from_start;
-    float2 to_end = make_float2(1.0f, 1.0f);
+    per_block(Memory::kDecay, block) = from_start;
+    float to_end = 1.0f;
 #pragma unroll
     for (int i = kBlockRows - 1; i >= 0; --i) {
-      *operand(Memory::kYk, i) = pack_f16(k[i][0] * to_end.x, k[i][1] * to_end.y);
-      to_end.x *= p[i][0];
-      to_end.y *= p[i][1];
+      put_operand(Memory::kYk, i, k[i] * to_end);
+      to_end *= p[i];
     }
   }
 
   // After a barrier: the decay over all later blocks.
   __device__ __forceinline__ void make_ends() const {
-    float2 to_end = make_float2(1.0f, 1.0f);
+    float to_end = 1.0f;
     for (int i = block + 1; i < kBlocks; ++i) {
-      const float2 m = *b.template at<float2>(Memory::kDecay + (i * kK + channel) * 4);
-      to_end.x *= m.x;
-      to_end.y *= m.y;
+      to_end *= per_block(Memory::kDecay, i);
     }
-    *b.template at<float2>(Memory::kToEnd + (block * kK + channel) * 4) = to_end;
+    per_block(Memory::kToEnd, block) = to_end;
   }
 
-  __device__ __forceinline__ float2* plane(int which, int i) const {
-    return b.template at<float2>(
-        Memory::kPlanes +
-        ((which * kChunkRows + block * kBlockRows + i) * Memory::kPitch + channel) * 4
-    );
+  __device__ __forceinline__ float& plane(int which, int i) const {
+    return b.template at<float>(
+        Memory::kPlanes
+    )[(which * kChunkRows + block * kBlockRows + i) * Memory::kPitch + channel];
   }
 
   // Turns the planes into the gradients of the normalised q (0) and k (1) and the terms of dbeta
   // (2); leaves the gradient of G.
   __device__ __forceinline__ void finish_rows(ChannelRows& dG) const {
     ChannelRows p, q, k;
-    float beta[kBlockRows];
-    load_all(p, q, k, beta);
+    load_all(p, q, k);
     const float* d_keys = b.template at<float>(Memory::kDiagonal) + block * 64;
     const float* d_scores = d_keys + kBlocks * 64;
 
     ChannelRows decay;   // from row j to the present row
     ChannelRows column;  // what row j gets from later rows of the block
     ChannelRows term;    // of dbeta
-    float from_start[2] = {1.0f, 1.0f};
+    float from_start = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       float dl[kBlockRows], dm[kBlockRows];
       load_eight(dl, d_keys + i * kBlockRows);
       load_eight(dm, d_scores + i * kBlockRows);
-      const float2 planes[2] = {*plane(0, i), *plane(1, i)};
-      const float2 x_q = unpack_f16(*operand(Memory::kXq, i));
-      const float2 x_k = unpack_f16(*operand(Memory::kXk, i));
-      float q_out[2], k_out[2];
+      const float strength = beta(i), write = strength * k[i];
+      from_start *= p[i];
+      float from_q = 0.0f, from_k = 0.0f;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        from_start[c] *= p[i][c];
-        const float q_plane = c == 0 ? planes[0].x : planes[0].y;
-        const float k_plane = c == 0 ? planes[1].x : planes[1].y;
-        const float q_i = q[i][c], write = beta[i] * k[i][c];
-        float from_q = 0.0f, from_k = 0.0f;
-#pragma unroll
-        for (int j = 0; j < i; ++j) {
-          decay[j][c] = j == i - 1 ? p[i][c] : decay[j][c] * p[i][c];
-          const float key = decay[j][c] * k[j][c];
-          from_q += dm[j] * key;
-          from_k += dl[j] * key;
-          column[j][c] += decay[j][c] * (dm[j] * q_i + dl[j] * write);
-        }
-        column[i][c] = 0.0f;
-        const float key_grad = from_start[c] * k_plane + from_k;  // before beta
-        q_out[c] = from_start[c] * q_plane + from_q + dm[i] * k[i][c];
-        k_out[c] = beta[i] * key_grad + dm[i] * q_i;
-        term[i][c] = k[i][c] * key_grad;
-        dG[i][c] = (c == 0 ? x_q.x : x_q.y) * q_plane + (c == 0 ? x_k.x : x_k.y) * k_plane +
-                   q_i * from_q + write * from_k;
+      for (int j = 0; j < i; ++j) {
+        decay[j] = j == i - 1 ? p[i] : decay[j] * p[i];
+        const float key = decay[j] * k[j];
+        from_q += dm[j] * key;
+        from_k += dl[j] * key;
+        column[j] += decay[j] * (dm[j] * q[i] + dl[j] * write);
       }
-      *plane(0, i) = make_float2(q_out[0], q_out[1]);
-      *plane(1, i) = make_float2(k_out[0], k_out[1]);
+      column[i] = 0.0f;
+      const float q_plane = plane(0, i), k_plane = plane(1, i);
+      const float key_grad = from_start * k_plane + from_k;  // before beta
+      plane(0, i) = from_start * q_plane + from_q + dm[i] * k[i];
+      plane(1, i) = strength * key_grad + dm[i] * q[i];
+      term[i] = k[i] * key_grad;
+      dG[i] = operand_value(Memory::kXq, i) * q_plane + operand_value(Memory::kXk, i) * k_plane +
+              q[i] * from_q + write * from_k;
     }
-    decay[kBlockRows - 1][0] = decay[kBlockRows - 1][1] = 1.0f;
+    decay[kBlockRows - 1] = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
-      const float2 later = *plane(2, i);
-      const float2 y = unpack_f16(*operand(Memory::kYk, i));
-      float2 out = *plane(1, i);
-      out.x += column[i][0] + decay[i][0] * later.x;
-      out.y += column[i][1] + decay[i][1] * later.y;
-      *plane(1, i) = out;
-      *plane(2, i) = make_float2(term[i][0], term[i][1]);
-      dG[i][0] -= y.x * later.x + k[i][0] * column[i][0];
-      dG[i][1] -= y.y * later.y + k[i][1] * column[i][1];
+      const float later = plane(2, i);
+      plane(1, i) += column[i] + decay[i] * later;
+      plane(2, i) = term[i];
+      dG[i] -= operand_value(Memory::kYk, i) * later + k[i] * column[i];
     }
-  }
-
-  __device__ __forceinline__ void add_pair(float (&sum)[2], int offset) const {
-    const float2 x = *b.template at<float2>(offset + channel * 4);
-    sum[0] += x.x;
-    sum[1] += x.y;
   }
 
   template <KdaGate kGate>
   __device__ __forceinline__ void store_gate(
-      const ChannelRows& dG,
-      const ChannelRows& raw,
-      float (&dg)[2],
-      float (&d_bias)[2],
-      float (&d_rate)[2]
+      const ChannelRows& dG, const ChannelRows& raw, float dg, float* d_bias, float* d_rate
   ) const {
     const DType type = b.p.common.tokens.g.dtype;
     const int64_t heads = b.p.common.dims.HV;
     const int64_t to = b.result(block * kBlockRows, b.hv, heads, kK) + channel;
 #pragma unroll
     for (int i = kBlockRows - 1; i >= 0; --i) {
-      dg[0] += dG[i][0];
-      dg[1] += dG[i][1];
+      dg += dG[i];
       if (i < live) {
-        const float low = gate.gradient<kGate>(0, raw[i][0], dg[0], &d_rate[0]);
-        const float high = gate.gradient<kGate>(1, raw[i][1], dg[1], &d_rate[1]);
-        d_bias[0] += low;
-        d_bias[1] += high;
-        const int64_t at = to + i * heads * kK;
-        if (type == DType::kF32) {
-          *reinterpret_cast<float2*>(static_cast<float*>(b.p.d_g) + at) = make_float2(low, high);
-        } else {
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(b.p.d_g) + at) =
-              type == DType::kBf16 ? pack_bf16(low, high) : pack_f16(low, high);
-        }
+        const float dz = gate.gradient<kGate>(raw[i], dg, d_rate);
+        *d_bias += dz;
+        store_element(b.p.d_g, type, to + i * heads * kK, dz);
       }
     }
   }
@@ -354,54 +289,48 @@ struct TokenChannels {
   // Gradient of g from that of G, and the sums over the chunk for dt_bias and A_log.
   __device__ __forceinline__ void finish_gate(const ChannelRows& dG) const {
     ChannelRows raw;
-    load(raw, b.p.common.tokens.g, b.hv, b.p.aligned_g);
-    float2 total = make_float2(0.0f, 0.0f);
+    load(raw, b.p.common.tokens.g, b.hv);
+    float total = 0.0f;
 #pragma unroll
     for (int i = kBlockRows - 1; i >= 0; --i) {
-      total.x += dG[i][0];
-      total.y += dG[i][1];
+      total += dG[i];
     }
-    *b.template at<float2>(Memory::kTotals + (block * kK + channel) * 4) = total;
+    per_block(Memory::kTotals, block) = total;
     __syncthreads();
-    float dg[2] = {0.0f, 0.0f}, d_bias[2] = {0.0f, 0.0f}, d_rate[2] = {0.0f, 0.0f};
-    add_pair(dg, Memory::kEndGrad);
+    float dg = per_block(Memory::kEndGrad, 0), d_bias = 0.0f, d_rate = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      add_pair(dg, Memory::kEndSums + i * kK * 4);
+      dg += per_block(Memory::kEndSums, i);
     }
     for (int i = kBlocks - 1; i > block; --i) {
-      add_pair(dg, Memory::kTotals + i * kK * 4);
+      dg += per_block(Memory::kTotals, i);
     }
     if (gate.form == KdaGate::kActivated) {
-      store_gate<KdaGate::kActivated>(dG, raw, dg, d_bias, d_rate);
+      store_gate<KdaGate::kActivated>(dG, raw, dg, &d_bias, &d_rate);
     } else if (gate.form == KdaGate::kSoftplus) {
-      store_gate<KdaGate::kSoftplus>(dG, raw, dg, d_bias, d_rate);
+      store_gate<KdaGate::kSoftplus>(dG, raw, dg, &d_bias, &d_rate);
     } else {
-      store_gate<KdaGate::kLowerBound>(dG, raw, dg, d_bias, d_rate);
+      store_gate<KdaGate::kLowerBound>(dG, raw, dg, &d_bias, &d_rate);
     }
-    *b.template at<float2>(Memory::kGateSums + (block * kK + channel) * 4) =
-        make_float2(d_bias[0], d_bias[1]);
-    *b.template at<float2>(Memory::kGateSums + ((kBlocks + block) * kK + channel) * 4) =
-        make_float2(d_rate[0], d_rate[1]);
+    per_block(Memory::kGateSums, block) = d_bias;
+    per_block(Memory::kGateSums, kBlocks + block) = d_rate;
   }
 
   // After a barrier: adds the blocks up.
   __device__ __forceinline__ void store_gate_sums() const {
-    const int which = static_cast<int>(threadIdx.x) / kK, c = static_cast<int>(threadIdx.x) % kK;
-    if (which >= 2) {
+    if (block >= 2) {
       return;
     }
     const KdaDims& dims = b.p.common.dims;
-    const float* sums = b.template at<float>(Memory::kGateSums) + which * kBlocks * kK + c;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      sum += sums[i * kK];
+      sum += per_block(Memory::kGateSums, block * kBlocks + i);
     }
     const int64_t row = b.p.common.cu_seqlens.data != nullptr
                             ? b.span.sequence.first_row(dims.T) + b.span.first
                             : b.span.sequence.index * ceil_div(dims.T, kTensorChunk) + b.span.first;
-    b.p.gate_sums[((row * dims.HV + b.hv) * 2 + which) * kK + c] = sum;
+    b.p.gate_sums[((row * dims.HV + b.hv) * 2 + block) * kK + channel] = sum;
   }
 };
 

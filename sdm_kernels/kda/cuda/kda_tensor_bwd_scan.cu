@@ -8,7 +8,7 @@ namespace sdm::kda {
 namespace cuda {
 namespace {
 
-// Grid: spans of the window x HV x slices of the value columns.
+// Grid: slices of the value columns, HV, spans of the window.
 template <int kK, int kV, int kGroups>
 __global__ void __launch_bounds__(128 * kGroups, 2) kda_bwd_scan_kernel(
     const __grid_constant__ KdaBwdScanParams p
@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(128 * kGroups, 2) kda_bwd_scan_kernel(
   using S = Scan<kK, kV, kGroups>;
   wait_for_previous_kernel();
   allow_next_kernel();
-  const int64_t HV = p.common.dims.HV;
-  const int64_t index = blockIdx.x / (HV * S::kSlices);
+  const int64_t index = blockIdx.z;
   const KdaSpan span = kda_span(p.common.cu_seqlens, p.common.window, index, p.common.dims);
   if (!span.valid) {
     return;
@@ -32,8 +31,8 @@ __global__ void __launch_bounds__(128 * kGroups, 2) kda_bwd_scan_kernel(
       warp % 4,
       lane / 4,
       lane % 4,
-      static_cast<int>(blockIdx.x % S::kSlices),
-      blockIdx.x / S::kSlices % HV,
+      static_cast<int>(blockIdx.x),
+      blockIdx.y,
       span,
       static_cast<float>(p.common.options.scale),
       {},
@@ -53,7 +52,9 @@ cudaError_t launch_groups(const KdaBwdScanParams& p, int64_t spans, cudaStream_t
   return launch_blocks(
       &kda_bwd_scan_kernel<kK, kV, kGroups>,
       p,
-      spans * p.common.dims.HV * S::kSlices,
+      S::kSlices,
+      p.common.dims.HV,
+      spans,
       S::kThreads,
       ScanMemory<kK, kGroups>::kBytes,
       stream,

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(256) kda_bwd_group_kernel(
     const int64_t token = span.sequence.begin + position;
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
-      float sum[kCount] = {}, raw[kCount];
+      float sum[kCount] = {}, raw[kCount], dot[1] = {0.0f};
       for (int64_t i = 0; i < group; ++i) {
         const float* from =
             p.group_grads + (((entry + i) * 2 + which) * kChunkRows + row) * kK + lane * kCount;
@@ -48,6 +48,10 @@ __global__ void __launch_bounds__(256) kda_bwd_group_kernel(
       const KdaView& view = which == 0 ? tokens.q : tokens.k;
       const int64_t at = element_of(view, span.sequence.batch, token, h) + lane * kCount;
       load_floats<kType, kCount>(raw, view.data, at, p.aligned_qk);
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+        dot[0] += sum[c] * raw[c];
+      }
       const float* norms = reinterpret_cast<const float*>(
           record + (which == 0 ? KdaRecord<kK>::kQueryNorm : KdaRecord<kK>::kKeyNorm)
       );
@@ -57,7 +61,7 @@ __global__ void __launch_bounds__(256) kda_bwd_group_kernel(
           sum,
           raw,
           norms[row],
-          p.common.options.l2norm
+          p.common.options.l2norm ? sum_spread(dot) * norms[row] * norms[row] : 0.0f
       );
     }
   }
@@ -134,6 +138,8 @@ cudaError_t launch_groups(const KdaBwdTokenParams& p, cudaStream_t stream) {
       &kda_bwd_group_kernel<kK, kType>,
       p,
       p.common.window.slots() * p.common.dims.H,
+      1,
+      1,
       256,
       0,
       stream,
@@ -159,6 +165,8 @@ cudaError_t launch_kda_tensor_bwd_sums(const KdaBwdSumParams& p, cudaStream_t st
       &cuda::kda_bwd_sum_kernel,
       p,
       p.HV,
+      1,
+      1,
       cuda::kSumThreads,
       2 * cuda::kSumThreads * 4,
       stream,
@@ -167,7 +175,9 @@ cudaError_t launch_kda_tensor_bwd_sums(const KdaBwdSumParams& p, cudaStream_t st
 }
 
 cudaError_t launch_kda_tensor_bwd_clear(const KdaBwdTokenParams& p, cudaStream_t stream) {
-  return launch_blocks(&cuda::kda_bwd_clear_kernel, p, p.common.dims.T, 128, 0, stream, false);
+  return launch_blocks(
+      &cuda::kda_bwd_clear_kernel, p, p.common.dims.T, 1, 1, 128, 0, stream, false
+  );
 }
 
 }  // namespace sdm::kda

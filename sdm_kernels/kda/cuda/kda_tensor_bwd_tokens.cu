@@ -4,24 +4,39 @@
 
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_channels.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_launch.cuh"
-#include "sdm_kernels/kda/cuda/kda_tensor_bwd_products.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_planes.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_rows.cuh"
 
 namespace sdm::kda {
 namespace cuda {
 namespace {
 
-// Grid: slots of the window x HV.
+// The chunk of a block: kda_chunk_of_slot() without divisions where no sequences are packed.
+__device__ __forceinline__ KdaSpan chunk_of_block(const KdaBwdWindow& w) {
+  if (w.cu_seqlens.data != nullptr) {
+    return kda_chunk_of_slot(w.cu_seqlens, w.window, blockIdx.y, w.dims);
+  }
+  KdaSpan span;
+  span.sequence = kda_sequence(w.cu_seqlens, w.window.first_sequence + blockIdx.z, w.dims.T);
+  span.first = w.window.first_chunk + blockIdx.y;
+  span.last = span.first + 1;
+  span.slot = blockIdx.z * w.window.num_chunks + blockIdx.y;
+  span.valid = span.first < span.sequence.chunks();
+  span.ends = span.last == span.sequence.chunks();
+  return span;
+}
+
+// Grid: HV, chunks of a sequence (packed: rows), sequences of the window.
 template <int kK, int kV, DType kType>
-__global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
+__global__ void __launch_bounds__(8 * kK, 1) kda_bwd_token_kernel(
     const __grid_constant__ KdaBwdTokenParams p
 ) {
   extern __shared__ __align__(128) char kda_shared[];
   wait_for_previous_kernel();
   allow_next_kernel();
   const KdaDims& dims = p.common.dims;
-  const int64_t slot = blockIdx.x / dims.HV, hv = blockIdx.x % dims.HV;
-  const KdaSpan span = kda_chunk_of_slot(p.common.cu_seqlens, p.common.window, slot, dims);
+  const unsigned hv = blockIdx.x;
+  const KdaSpan span = chunk_of_block(p.common);
   if (!span.valid) {
     return;
   }
@@ -32,8 +47,8 @@ __global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
       shared_address(kda_shared),
       span,
       hv,
-      hv / (dims.HV / dims.H),
-      slot * dims.HV + hv,
+      hv / (static_cast<unsigned>(dims.HV) / static_cast<unsigned>(dims.H)),
+      span.slot * dims.HV + hv,
       static_cast<int>(left < kChunkRows ? left : kChunkRows)
   };
   start_copies(b);
@@ -53,7 +68,7 @@ __global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
   __syncthreads();
 
   channels.make_ends();
-  const TokenProducts<kK, kV, kType> products(b);
+  const TokenPlanes<kK, kV, kType> products(b);
   products.make_updates();
   products.make_score_grads();
   products.make_planes();
@@ -63,7 +78,8 @@ __global__ void __launch_bounds__(4 * kK, 1) kda_bwd_token_kernel(
   channels.finish_gate(dG);
   __syncthreads();
   channels.store_gate_sums();
-  finish_tokens<kK, kV, kType>(b);
+  const TokenRows<kK, kV, kType> tokens{b};
+  tokens.finish();
 }
 
 template <int kK, int kV, DType kType>
@@ -71,7 +87,9 @@ cudaError_t launch_tokens(const KdaBwdTokenParams& p, cudaStream_t stream) {
   return launch_blocks(
       &kda_bwd_token_kernel<kK, kV, kType>,
       p,
-      p.common.window.slots() * p.common.dims.HV,
+      p.common.dims.HV,
+      p.common.window.num_chunks,
+      p.common.window.num_sequences,
       TokenMemory<kK, kV>::kThreads,
       TokenMemory<kK, kV>::kBytes,
       stream,

@@ -29,10 +29,12 @@ struct TokenMemory {
   using Keys = KdaTile<kChunkRows, kK>;
   using Rows = KdaTile<kChunkRows, kV>;
   using Square = KdaTile<kChunkRows, kChunkRows>;
-  static constexpr int kThreads = 4 * kK;  // one per block of 8 rows and two key channels
+  static constexpr int kThreads = 8 * kK;  // one per block of 8 rows and key channel
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kSplit = kWarps / 4;  // warps that share 16 rows
   static constexpr int kPitch = kK + 8;
+  // Pieces of 8 columns that a thread has of a matrix of rows; some threads may have none.
+  static constexpr int kRowPieces = kV > kK ? kV / kK : 1;
 
   static constexpr int kState = 0;                         // S, as chunk_states lies
   static constexpr int kStateGrad = kState + kK * kV * 2;  // dS [K, V]
@@ -154,14 +156,19 @@ __device__ __forceinline__ void start_copies(const TokenBlock<kK, kV>& b) {
 template <int kK, int kV>
 struct TokenLoads {
   static constexpr int kThreads = TokenMemory<kK, kV>::kThreads;
-  static constexpr int kStatePieces = kV / 32;
-  static constexpr int kRowPieces = 2 * kV / kK;
+  static constexpr int kStatePieces = kV / 64;
+  static constexpr int kRowPieces = TokenMemory<kK, kV>::kRowPieces;
   static constexpr int kRowSpan = kV / 8;  // pieces of a row
   float state[kStatePieces][8];
   float out[kRowPieces][8];
 
   __device__ __forceinline__ static int piece(int i) {
     return static_cast<int>(threadIdx.x) + i * kThreads;
+  }
+
+  // Whether piece i of the rows exists; the same in a warp.
+  __device__ __forceinline__ static bool has_rows(int i) {
+    return piece(i) < kChunkRows * kRowSpan;
   }
 
   __device__ __forceinline__ void load(const TokenBlock<kK, kV>& b) {
@@ -210,10 +217,12 @@ struct TokenLoads {
     }
 #pragma unroll
     for (int i = 0; i < kRowPieces; ++i) {
-      raise(
-          &b.template at<uint32_t>(Memory::kOutMax)[piece(i) / (16 * kRowSpan)],
-          __float_as_uint(largest_of_piece(out[i]))
-      );
+      if (has_rows(i)) {
+        raise(
+            &b.template at<uint32_t>(Memory::kOutMax)[piece(i) / (16 * kRowSpan)],
+            __float_as_uint(largest_of_piece(out[i]))
+        );
+      }
     }
   }
 
@@ -249,6 +258,9 @@ struct TokenLoads {
 #pragma unroll
     for (int i = 0; i < kRowPieces; ++i) {
       const int n = piece(i);
+      if (!has_rows(i)) {
+        continue;
+      }
       const uint32_t largest = b.template at<uint32_t>(Memory::kOutMax)[n / (16 * kRowSpan)];
       *b.template at<uint4>(Memory::kOut + Memory::Rows::at(n / kRowSpan, n % kRowSpan * 8)) =
           pack_piece(out[i], unit_of(largest).inverse);
@@ -285,7 +297,7 @@ __device__ __forceinline__ void load_state_grad(const TokenBlock<kK, kV>& b) {
   const uint4* from = reinterpret_cast<const uint4*>(b.grads() + Grads::kStateGrad);
   const float* units = reinterpret_cast<const float*>(b.grads() + Grads::kStateUnit);
 #pragma unroll
-  for (int i = 0; i < kV / 32; ++i) {
+  for (int i = 0; i < kV / 64; ++i) {
     const int n = static_cast<int>(threadIdx.x) + i * Memory::kThreads;
     const int row = n / (kV / 8), col = n % (kV / 8) * 8;
     const float* unit = units + row / (kK / 4) * Grads::kGroups;
@@ -310,8 +322,11 @@ __device__ __forceinline__ void load_values(const TokenBlock<kK, kV>& b) {
   const float* beta = reinterpret_cast<const float*>(b.record() + KdaRecord<kK>::kBeta);
   const KdaView& view = b.p.common.tokens.v;
 #pragma unroll
-  for (int i = 0; i < 2 * kV / kK; ++i) {
+  for (int i = 0; i < Memory::kRowPieces; ++i) {
     const int n = static_cast<int>(threadIdx.x) + i * Memory::kThreads;
+    if (n >= kChunkRows * kRowSpan) {
+      continue;  // all threads of a warp
+    }
     const int row = n / kRowSpan, col = n % kRowSpan * 8;
     const float* unit = units + row / 16 * Grads::kGroups;
     const float top = top_of_groups<Grads::kGroups>(unit);

@@ -19,11 +19,16 @@ struct KdaUnit {
   float inverse;  // stored = value * inverse
 };
 
+// Of a power of two, as units are.
+__device__ __forceinline__ float inverse_power(float x) {
+  return __uint_as_float((254u << 23) - __float_as_uint(x));
+}
+
 // Of a block whose largest magnitude has these bits: stored numbers are below 2^14.
 __device__ __forceinline__ KdaUnit unit_of(uint32_t largest) {
-  uint32_t exponent = largest >> 23;
-  exponent = exponent < 14 ? 14 : (exponent > 254 ? 254 : exponent);
-  return {__uint_as_float((exponent - 13) << 23), __uint_as_float((267 - exponent) << 23)};
+  const uint32_t power = largest & 0x7f800000u;
+  const float unit = __uint_as_float((power > (14u << 23) ? power : 14u << 23) - (13u << 23));
+  return {unit, inverse_power(unit)};
 }
 
 __device__ __forceinline__ uint32_t magnitude(float x) {
@@ -51,11 +56,6 @@ __device__ __forceinline__ uint32_t largest_of(const float (&c)[kTiles][4]) {
 template <int kTiles>
 __device__ __forceinline__ KdaUnit unit_of_warp(const float (&c)[kTiles][4]) {
   return unit_of(__reduce_max_sync(kWarpMask, largest_of(c)));
-}
-
-// Of a power of two, as units are.
-__device__ __forceinline__ float inverse_power(float x) {
-  return __uint_as_float((254u << 23) - __float_as_uint(x));
 }
 
 // unit / largest unit, a power of two that is at most 1, in both halves.
