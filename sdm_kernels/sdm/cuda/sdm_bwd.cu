@@ -48,7 +48,7 @@ cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* me
   memory->grad = direct_gradient(p) ? nullptr : carver->take(streams * dims.S * dims.D * element);
   memory->replay_rows =
       replay ? carver->take(num_q * rows_of_chunk(dims, dims.C) * dims.D * element) : nullptr;
-  memory->sources.row = carver->take<int2>(num_q * lanes_of_chunk(dims));
+  memory->sources.row = carver->take<int>(num_q * lanes_of_chunk(dims));
   memory->sources.written = carver->take<int>(streams * dims.S);
   const int64_t slices = num_slices(dims, p.bank_dtype);
   memory->dots.num_slices = slices;
@@ -90,7 +90,7 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
   };
   if (p.saved.mode == SdmSave::kReplay) {
     for (p.k = 0; p.k < p.window.chunks; ++p.k) {
-      SDM_RETURN_IF_ERROR(launch_slots<S>(p, p.records.Cp, card, update));
+      SDM_RETURN_IF_ERROR((launch_slots<S, kRingDepth>(p, p.records.Cp, card, update)));
     }
   }
   for (p.k = p.window.chunks - 1; p.k >= 0; --p.k) {
@@ -103,7 +103,7 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
         stream
     ));
     SDM_RETURN_IF_ERROR((launch_solve_chunk<S, true>(p, card, stream)));
-    SDM_RETURN_IF_ERROR(launch_slots<S>(p, 2 * p.records.Cp, card, walk));
+    SDM_RETURN_IF_ERROR((launch_slots<S, kWalkAhead>(p, 2 * p.records.Cp, card, walk)));
   }
   return cudaSuccess;
 }

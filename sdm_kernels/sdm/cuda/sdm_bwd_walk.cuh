@@ -23,6 +23,13 @@ __device__ __forceinline__ float four_sums(const float (&v)[4], int lane) {
   return c + __shfl_xor_sync(kAll, c, 1);
 }
 
+constexpr int kWalkAhead = kRingDepth / 2;  // slots in flight, two rows each
+
+struct Place {
+  int4 group;  // {slot, first entry, writes, reads}
+  int source;  // SdmSources
+};
+
 // Saved rows as the walk reads them: replayed, or the head's own.
 __device__ __forceinline__ SdmSaved
 walk_rows(const SdmChunkParams& p, const StreamChunk& c, int64_t row_bytes) {
@@ -60,7 +67,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
     const __grid_constant__ SdmChunkParams p
 ) {
   extern __shared__ __align__(16) float smem[];
-  constexpr int kAhead = kRingDepth / 2;  // slots, two rows each
+  constexpr int kAhead = kWalkAhead;
   const SlotShare share = SlotShare::of<kWide>(p);
   const StreamChunk c(p, share.stream);
   if (!c.exists) {
@@ -84,7 +91,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
   char* end_of_rows = reinterpret_cast<char*>(smem + 2 * r.Cp * kTokenStride<S, kWide>);
   const SlotRing ring(end_of_rows);
   const int4* groups = r.group + c.q * r.n;
-  const int2* places = p.source_rows + c.q * r.n;
+  const int* sources = p.source_rows + c.q * r.n;
   const int4* entries = r.entry + c.q * r.n;
   const bool inside = share.slice < p.num_slices;
   const int64_t plane = ((inside ? share.slice : 0) * r.num_q + c.q) * r.n;
@@ -101,11 +108,8 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
   const LaneRows<S, kAligned> grads(grad, p.grad.stride[2], at);
   const LaneRows<S, kAligned> at_end(bank, p.bank.stride[2], at);
   const LaneRows<S, kAligned> kept(kExact ? saved.rows : nullptr, p.dims.D, at);
-  const NoteReader reader(
-      reinterpret_cast<RowNote*>(end_of_rows + SlotRing::kBytes),
-      r.head_weight + c.q * r.n,
-      r.group_decay + c.q * r.n,
-      groups
+  const NoteReader<kWide, false> reader(
+      end_of_rows + SlotRing::kBytes, r.head_weight + c.q * r.n, r.group_decay + c.q * r.n, entries
   );
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
   // rows of dy follow those of dv; entries count them from C
@@ -117,28 +121,27 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
   for_groups<kAhead, kWide>(
       share.begin(p, count),
       share.end(p, count),
-      [&](int g) { return __ldg(&places[g]); },
-      [&](int j, int g, bool valid, int2 place) {
-        fetch_lane<S, kAligned>(ring, 2 * j, grads.at(place.x), at.count, valid);
-        if (kExact || place.y < 0) {
-          const S* from = kExact && place.y >= 0 ? kept.at(place.y) : at_end.at(place.x);
+      [&](int g) { return Place{__ldg(groups + g), __ldg(sources + g)}; },
+      [&](int j, int g, bool valid, const Place& place) {
+        const int slot = place.group.x, source = place.source;
+        fetch_lane<S, kAligned>(ring, 2 * j, grads.at(slot), at.count, valid);
+        if (kExact || source < 0) {
+          const S* from = kExact && source >= 0 ? kept.at(source) : at_end.at(slot);
           fetch_lane<S, kAligned>(ring, 2 * j + 1, from, at.count, valid);
         }
-        reader.start(j, g, valid, place);
+        reader.start(j, g, valid, place.group, source);
       },
       [&](int j, int g, bool valid) {
         const RowNote& note = reader.note(j);
         const int4 head = valid ? note.head : make_int4(C, 0, 0, 0);
-        const int4 tail = *reinterpret_cast<const int4*>(&note.decay);
-        const float decay = __int_as_float(tail.x);
-        const int begin_entry = tail.y;
-        const int2 place = make_int2(tail.z, tail.w);
+        const int4 group = note.group;
+        const float decay = note.decay;
         float grad_x[kVec<S>], m[kVec<S>];
         unpack(fetched_piece<S>(ring, 2 * j), grad_x);
         Piece<S> m_row = fetched_piece<S>(ring, 2 * j + 1);
         if constexpr (!kExact) {
-          if (valid && place.y >= 0) {
-            m_row = load_saved_piece<S, kAligned>(saved, row_bytes, place.y, at);
+          if (valid && note.source >= 0) {
+            m_row = load_saved_piece<S, kAligned>(saved, row_bytes, note.source, at);
           }
         }
         unpack(m_row, m);
@@ -167,27 +170,29 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
         }
         const float sum = four_sums(dots, lane);
         if (valid && inside && (lane == 2 || (lane == 0 && g < written) || (lane == 4 && second))) {
-          lane_dots[lane == 0 ? g : begin_entry] = sum;
+          lane_dots[lane == 0 ? g : group.y] = sum;
         }
-        const bool more = (head.x & kMoreBit) != 0;
-        if (__any_sync(0xffffffffu, more)) {
-          const int4 group = __ldg(groups + (more ? g : 0));
-          const int entries_here = more ? group.z + group.w : 0;
+        const int count_here = (head.x & kMoreBit) != 0 ? group.z + group.w : 0;
 #pragma unroll 1
-          for (int k = 2; __any_sync(0xffffffffu, k < entries_here); ++k) {
-            float one[4] = {};
-            if (k < entries_here) {
+        for (int k = 2; __any_sync(0xffffffffu, k < count_here); ++k) {
+          float one[4] = {};
+          if (k < count_here) {
+            int2 entry;
+            if (k < 2 + kNoteMore) {
+              entry = note.more[k - 2];
+            } else {
               const int4 e = __ldg(entries + group.y + k);
-              add(k < group.z, e.x & kRowMask, __int_as_float(e.y), &one[0]);
+              entry = make_int2(e.x, e.y);
             }
-            const float total = four_sums(one, lane);
-            if (inside && lane == 0 && k < entries_here) {
-              dot_row[group.y + k] = total;
-            }
+            add(k < group.z, entry.x & kRowMask, __int_as_float(entry.y), &one[0]);
+          }
+          const float total = four_sums(one, lane);
+          if (inside && lane == 0 && k < count_here) {
+            dot_row[group.y + k] = total;
           }
         }
         if (valid) {
-          store_lane<S, kAligned>(grads.at(place.x), at.count, pack<S>(grad_x));
+          store_lane<S, kAligned>(grads.at(group.x), at.count, pack<S>(grad_x));
         }
       }
   );

@@ -27,19 +27,19 @@ struct SdmChunkParams {
   int64_t k;                     // the chunk, counted from the start of the window
   const SdmSequence* sequences;  // [N]
   SdmRecords records;
-  FloatView v;              // forward
-  BankView bank;            // forward, replay: advanced in place; backward: at the end, read
-  void* out;                // forward: [B, T, H, D] in v's dtype
-  float* errors;            // [B, T, H, D]; forward: written unless null; otherwise read
-  SdmSaved saved;           // rows or checkpoints of the forward
-  void* replay_rows;        // replay: [N * H][window][rows of a chunk][D]
-  FloatView d_out;          // backward
-  const int2* source_rows;  // backward: SdmSources::row
-  BankView grad;            // backward: gradient of the bank
-  void* d_v;                // backward: [B, T, H, D] in d_out's dtype
-  SdmDots dots;             // backward
-  float* x;                 // [N * H][Cp][D]: v - retrieved, then errors; backward: dL/de, then dv
-  float* y;                 // forward: [N * H][Cp][D], readings
+  FloatView v;             // forward
+  BankView bank;           // forward, replay: advanced in place; backward: at the end, read
+  void* out;               // forward: [B, T, H, D] in v's dtype
+  float* errors;           // [B, T, H, D]; forward: written unless null; otherwise read
+  SdmSaved saved;          // rows or checkpoints of the forward
+  void* replay_rows;       // replay: [N * H][window][rows of a chunk][D]
+  FloatView d_out;         // backward
+  const int* source_rows;  // backward: SdmSources::row
+  BankView grad;           // backward: gradient of the bank
+  void* d_v;               // backward: [B, T, H, D] in d_out's dtype
+  SdmDots dots;            // backward
+  float* x;                // [N * H][Cp][D]: v - retrieved, then errors; backward: dL/de, then dv
+  float* y;                // forward: [N * H][Cp][D], readings
   int64_t num_slices;
   int parts;           // blocks that share the slots (update, walk) or none
   bool token_vectors;  // v and out (or d_out and d_v) rows are on 16-byte boundaries

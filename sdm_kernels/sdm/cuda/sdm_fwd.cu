@@ -108,7 +108,7 @@ cudaError_t run_chunk(const SdmChunkParams& p, const CardLimits& card, cudaStrea
       stream
   ));
   SDM_RETURN_IF_ERROR((launch_solve_chunk<S, false>(p, card, stream)));
-  return launch_slots<S>(
+  return launch_slots<S, kRingDepth>(
       p,
       p.records.Cp,
       card,

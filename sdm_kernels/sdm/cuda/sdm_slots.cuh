@@ -21,20 +21,21 @@ using SlotRing = RowRing<kRingDepth, kSlotThreads>;
 template <typename S, int kWide>
 constexpr int kTokenStride = kSliceColumns<S> * kWide + 4;
 
+constexpr int kNoteMore = 3;  // entries of a group that its note has beyond the first two
+
 struct RowNote {
-  int4 head;    // head_post or head_weight of the row's group
-  float decay;  // of the group
-  int begin;    // its first entry (backward)
-  int2 place;   // its slot, and where the bank's row is kept (backward)
+  int4 head;   // head_post or head_weight of the row's group
+  int4 group;  // {slot, first entry, writes, reads}
+  float decay;
+  int source;            // backward: where the bank's row is kept
+  int2 more[kNoteMore];  // {row, post or weight} of the entries after the first two
 };
 
-constexpr int64_t kNoteBytes = kRingDepth * kSlotGroups * static_cast<int64_t>(sizeof(RowNote));
-
-// Shared memory: token rows, ring, notes.
-template <typename S, int kWide>
+// Shared memory: token rows, ring, a note for each slot that kAhead keeps in flight.
+template <typename S, int kWide, int kAhead>
 constexpr int64_t slots_smem(int64_t token_rows) {
   return token_rows * kTokenStride<S, kWide> * static_cast<int64_t>(sizeof(float)) +
-         SlotRing::kBytes + kNoteBytes;
+         SlotRing::kBytes + kAhead * (kSlotGroups / kWide) * static_cast<int64_t>(sizeof(RowNote));
 }
 
 // Which slots and slice a block or group of lanes has.
@@ -83,43 +84,62 @@ __device__ __forceinline__ void load_tokens(
   }
 }
 
-// Starts the copies of a group's note. Three of the eight lanes take part, each with a pointer of
-// its own, so that the address costs all of them one multiplication.
+// Starts the copies of a group's note, once for the groups of lanes that share a slot. Six of eight
+// lanes take part, each with a pointer of its own, so that the address costs one multiplication.
+// kPost: entries of the update (row and post), otherwise of the walk (row and weight).
+template <int kWide, bool kPost>
 class NoteReader {
  public:
   __device__ __forceinline__
-  NoteReader(RowNote* notes, const int4* heads, const float* decays, const int4* groups)
-      : note_(notes + threadIdx.x / kRowLanes) {
-    const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
-    from_ = lane == 0   ? reinterpret_cast<const char*>(heads)
-            : lane == 1 ? reinterpret_cast<const char*>(decays)
-                        : reinterpret_cast<const char*>(groups) + offsetof(int4, y);
-    bytes_ = lane == 1 ? sizeof(float) : sizeof(int4);
-    to_ = lane == 1 ? offsetof(RowNote, decay) : offsetof(RowNote, begin);
+  NoteReader(void* notes, const int4* heads, const float* decays, const int4* entries)
+      : note_(static_cast<RowNote*>(notes) + threadIdx.x / kRowLanes / kWide) {
+    const bool leads = threadIdx.x / kRowLanes % kWide == 0;
+    lane_ = leads ? static_cast<int>(threadIdx.x) % kRowLanes : kRowLanes;
+    from_ = lane_ == 0   ? reinterpret_cast<const char*>(heads)
+            : lane_ == 1 ? reinterpret_cast<const char*>(decays)
+                         : reinterpret_cast<const char*>(entries + (lane_ - 2));
+    bytes_ = lane_ == 1 ? sizeof(float) : sizeof(int4);
   }
 
-  __device__ __forceinline__ void start(int j, int g, bool valid, int2 place) const {
-    const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
-    const char* from = from_ + static_cast<uint64_t>(static_cast<uint32_t>(g)) * bytes_;
-    RowNote* note = note_ + j * kSlotGroups;
-    if (valid && lane == 0) {
+  __device__ __forceinline__ void start(
+      int j, int g, bool valid, const int4& group, int source
+  ) const {
+    RowNote* note = note_ + j * (kSlotGroups / kWide);
+    const uint32_t index = static_cast<uint32_t>(lane_ < 2 ? g : group.y);
+    const char* from = from_ + static_cast<uint64_t>(index) * bytes_;
+    if (lane_ == 2) {
+      note->group = group;
+    }
+    if (lane_ == 3) {
+      note->source = source;
+    }
+    if (!valid) {
+      return;
+    }
+    if (lane_ == 0) {
       copy_async<16>(&note->head, from);
-    }
-    if (valid && (lane == 1 || lane == 2)) {
-      copy_async<4>(reinterpret_cast<char*>(note) + to_, from);
-    }
-    if (lane == 3) {
-      note->place = place;
+    } else if (lane_ == 1) {
+      copy_async<4>(&note->decay, from);
+    } else if (lane_ >= 4 && lane_ < 4 + kNoteMore && lane_ - 2 < group.z + group.w) {
+      int2* to = note->more + (lane_ - 4);
+      if constexpr (kPost) {
+        copy_async<4>(&to->x, from);
+        copy_async<4>(&to->y, from + offsetof(int4, z));
+      } else {
+        copy_async<8>(to, from);
+      }
     }
   }
 
-  const __device__ __forceinline__ RowNote& note(int j) const { return note_[j * kSlotGroups]; }
+  __device__ const __forceinline__ RowNote& note(int j) const {
+    return note_[j * (kSlotGroups / kWide)];
+  }
 
  private:
   RowNote* note_;
   const char* from_;
   uint32_t bytes_;
-  uint32_t to_;
+  int lane_;  // beyond the group for those that do not lead
 };
 
 // Goes through groups [begin, end), with kAhead of them in flight a lane.

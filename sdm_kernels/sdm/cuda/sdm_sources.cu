@@ -4,7 +4,7 @@
 //! Every chunk keeps the rows that it writes as they were before. So a row at the start of chunk k
 //! is the one kept by the first chunk from k on that writes its slot, or that of the bank at the
 //! end. One pass over the chunks from last to first with a table of the rows kept so far tells
-//! which: 8 bytes a group to write and 4 in the table, instead of a copy of the bank that is taken
+//! which: 4 bytes a group to write and 4 in the table, instead of a copy of the bank that is taken
 //! back chunk by chunk, 2 KB a written row.
 //!
 //! A block owns a range of a stream's slots, so that blocks need not meet; the groups of a range
@@ -80,18 +80,17 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
       }
       const int64_t q = (n * p.window.chunks + k) * p.dims.H + head;
       const int4* groups = p.records.group + q * p.records.n;
-      int2* rows = p.sources.row + q * p.records.n;
+      int* rows = p.sources.row + q * p.records.n;
       const int* bound = bounds[k - first];
       for (int g = bound[2] + static_cast<int>(threadIdx.x); g < bound[3]; g += kThreads) {
-        const int slot = groups[g].x;
-        rows[g] = make_int2(slot, written[slot]);
+        rows[g] = written[groups[g].x];
       }
       const int64_t first_row = p.layout.replay ? (stream * p.window.chunks + k) * p.layout.reserved
                                                 : sequence.first_row + chunk * p.layout.reserved;
       for (int g = bound[0] + static_cast<int>(threadIdx.x); g < bound[1]; g += kThreads) {
         const int slot = groups[g].x;
         const int row = static_cast<int>(first_row + g);
-        rows[g] = make_int2(slot, row);
+        rows[g] = row;
         written[slot] = row;  // its slot is in no other group of this chunk
       }
       __syncthreads();  // the table is as this chunk leaves it; bounds may be overwritten

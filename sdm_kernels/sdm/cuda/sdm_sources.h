@@ -8,10 +8,10 @@
 
 namespace sdm::cuda {
 
-// By [q][group]: the slot, and the row of the saved tensor (counted from the head's first) that
-// holds it, or -1: in the bank at the end.
+// By [q][group]: the row of the saved tensor (counted from the head's first) that holds the slot's
+// row, or -1: the bank at the end does.
 struct SdmSources {
-  int2* row;     // [q][n]
+  int* row;      // [q][n]
   int* written;  // [N * H][S] scratch: the first saved row of a slot in the chunks seen so far
 };
 

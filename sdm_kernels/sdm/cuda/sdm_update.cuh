@@ -67,19 +67,16 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
   const LaneRows<S, kAligned> kept(
       static_cast<const S*>(keep.rows) + keep.first_row * p.dims.D, p.dims.D, at
   );
-  const NoteReader reader(
-      reinterpret_cast<RowNote*>(behind + SlotRing::kBytes),
-      r.head_post + c.q * r.n,
-      r.group_decay + c.q * r.n,
-      groups
+  const NoteReader<kWide, true> reader(
+      behind + SlotRing::kBytes, r.head_post + c.q * r.n, r.group_decay + c.q * r.n, entries
   );
   for_groups<kRingDepth, kWide>(
       share.begin(p, count),
       share.end(p, count),
-      [&](int g) { return __ldg(&groups[g].x); },
-      [&](int j, int g, bool valid, int slot) {
-        fetch_lane<S, kAligned>(ring, j, rows.at(slot), at.count, valid);
-        reader.start(j, g, valid, make_int2(slot, 0));
+      [&](int g) { return __ldg(groups + g); },
+      [&](int j, int g, bool valid, const int4& group) {
+        fetch_lane<S, kAligned>(ring, j, rows.at(group.x), at.count, valid);
+        reader.start(j, g, valid, make_int4(group.x, group.y, group.z, 0), 0);
       },
       [&](int j, int g, bool valid) {
         if (!valid) {
@@ -89,7 +86,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
         const RowNote& note = reader.note(j);
         const int4 head = note.head;
         const float decay = note.decay;
-        const int slot = note.place.x;
+        const int4 group = note.group;
         if (keep.rows != nullptr) {
           store_lane<S, kAligned>(kept.at(g), at.count, row);
         }
@@ -113,14 +110,19 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
           add(head.z, head.w);
         }
         if ((head.x & kMoreBit) != 0) {
-          const int4 group = __ldg(groups + g);
 #pragma unroll 1
           for (int k = 2; k < group.z; ++k) {
-            const int4 e = __ldg(entries + group.y + k);
-            add(e.x, e.z);
+            int2 entry;
+            if (k < 2 + kNoteMore) {
+              entry = note.more[k - 2];
+            } else {
+              const int4 e = __ldg(entries + group.y + k);
+              entry = make_int2(e.x, e.z);
+            }
+            add(entry.x, entry.y);
           }
         }
-        store_lane<S, kAligned>(rows.at(slot), at.count, pack<S>(x));
+        store_lane<S, kAligned>(rows.at(group.x), at.count, pack<S>(x));
       }
   );
   if (keep.rows != nullptr && share.part == 0) {
