@@ -8,40 +8,71 @@ namespace sdm {
 namespace {
 
 using cuda::SdmStepParams;
-using cuda::StepView;
+using cuda::StepRows;
+using cuda::StepStrides;
 
-// Whether distances in bytes fit: between tokens, and between the `count` elements of one.
-bool fits_int32(const int64_t (&stride)[4], int64_t count) {
+template <typename View>
+void fill_type(const IndexView& from, View* view) {
+  view->data = static_cast<const char*>(from.data);
+  view->high = from.is_int64 ? 4 : 0;
+}
+
+template <typename View>
+void fill_type(const FloatView& from, View* view) {
+  view->data = static_cast<const char*>(from.data);
+  view->high = from.dtype == DType::kF32 ? 2 : 0;
+  view->is_half = from.dtype == DType::kF16;
+}
+
+int64_t size_of(const IndexView& view) {
+  return view.is_int64 ? 8 : 4;
+}
+
+int64_t size_of(const FloatView& view) {
+  return element_size(view.dtype);
+}
+
+// Distance of the rows of a tensor with `last` elements a row, false if it is not one distance or
+// too far.
+template <typename View>
+bool row_distance(const View& view, const SdmDims& dims, int64_t last, int64_t* distance) {
   constexpr int64_t kMost = INT32_MAX / 8;
-  return std::all_of(stride, stride + 4, [](int64_t x) { return x >= -kMost && x <= kMost; }) &&
-         std::abs(stride[3]) * count <= kMost;
+  const int64_t (&stride)[4] = view.stride;
+  *distance = dims.H > 1 ? stride[2] : dims.T > 1 ? stride[1] : dims.N > 1 ? stride[0] : 0;
+  return std::abs(*distance) <= kMost &&
+         std::abs(stride[3]) <= kMost / std::max<int64_t>(last, 1) &&
+         (dims.T <= 1 || stride[1] == *distance * dims.H) &&
+         (dims.N <= 1 || stride[0] == *distance * dims.H * dims.T);
 }
 
-bool fits_int32(const SdmTokens& tokens, const SdmDims& dims) {
-  return fits_int32(tokens.write_idx.stride, dims.W) &&
-         fits_int32(tokens.read_idx.stride, dims.R) &&
-         fits_int32(tokens.write_val.stride, dims.W) &&
-         fits_int32(tokens.read_val.stride, dims.R) && fits_int32(tokens.v.stride, dims.D) &&
-         fits_int32(tokens.beta.stride, 1) && fits_int32(tokens.g.stride, dims.W);
+bool have_rows(const SdmTokens& in, const SdmDims& dims) {
+  int64_t distance = 0;
+  return row_distance(in.write_idx, dims, dims.W, &distance) &&
+         row_distance(in.read_idx, dims, dims.R, &distance) &&
+         row_distance(in.write_val, dims, dims.W, &distance) &&
+         row_distance(in.read_val, dims, dims.R, &distance) &&
+         row_distance(in.v, dims, dims.D, &distance) && row_distance(in.beta, dims, 1, &distance) &&
+         row_distance(in.g, dims, dims.gate_per_write ? dims.W : 1, &distance) &&
+         dims.N * dims.T * dims.H <= INT32_MAX;
 }
 
-template <typename Stride, typename View>
-StepView<Stride> step_view(const View& view) {
-  StepView<Stride> out{};
-  int64_t size = 0;
-  if constexpr (std::is_same_v<View, IndexView>) {
-    size = view.is_int64 ? 8 : 4;
-    out.high = view.is_int64 ? 4 : 0;
-  } else {
-    size = element_size(view.dtype);
-    out.high = view.dtype == DType::kF32 ? 2 : 0;
-    out.is_half = view.dtype == DType::kF16;
-  }
-  out.data = static_cast<const char*>(view.data);
+template <typename From>
+void make_view(const From& from, const SdmDims& dims, StepRows* view) {
+  *view = StepRows{};
+  fill_type(from, view);
+  int64_t distance = 0;
+  static_cast<void>(row_distance(from, dims, 1, &distance));
+  view->row_stride = static_cast<int32_t>(distance * size_of(from));
+  view->lane_stride = static_cast<int32_t>(from.stride[3] * size_of(from));
+}
+
+template <typename From>
+void make_view(const From& from, const SdmDims&, StepStrides* view) {
+  *view = StepStrides{};
+  fill_type(from, view);
   for (int i = 0; i < 4; ++i) {
-    out.stride[i] = static_cast<Stride>(view.stride[i] * size);
+    view->stride[i] = from.stride[i] * size_of(from);
   }
-  return out;
 }
 
 // A device of compute capability 9 starts the blocks of a step while the kernel before it ends.
@@ -53,40 +84,38 @@ cudaError_t starts_early(bool* early) {
   return cudaSuccess;
 }
 
-template <typename S, typename Stride, bool kAligned, int kLanes, bool kTwice, int kHeld>
+template <typename S, typename View, bool kAligned, int kLanes, int kSets, int kHeld, bool kMore>
 cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
   const SdmFwdParams& base = params.base;
   const SdmDims& dims = base.dims;
   const SdmTokens& in = base.tokens;
   const int64_t size = element_size(base.bank_dtype);
-  SdmStepParams<Stride> p{
-      static_cast<int32_t>(dims.T),
-      static_cast<int32_t>(dims.W),
-      static_cast<int32_t>(dims.R),
-      static_cast<int32_t>(dims.S),
-      static_cast<int32_t>(dims.D),
-      cuda::step_table_bits(dims.W),
-      0,
-      0,
-      static_cast<int32_t>(dims.H),
-      step_view<Stride>(in.write_idx),
-      step_view<Stride>(in.read_idx),
-      static_cast<char*>(base.bank.data),
-      {base.bank.stride[0] * size, base.bank.stride[1] * size},
-      static_cast<Stride>(base.bank.stride[2] * size),
-      dims.gate_per_write,
-      static_cast<int32_t>(std::min<int64_t>(params.pool, INT32_MAX)),
-      static_cast<const char*>(params.state_indices.data),
-      params.state_indices.data != nullptr && params.state_indices.is_int64 ? 4 : 0,
-      step_view<Stride>(in.write_val),
-      step_view<Stride>(in.read_val),
-      step_view<Stride>(in.g),
-      step_view<Stride>(in.beta),
-      step_view<Stride>(in.v),
-      base.out
-  };
-  const auto kernel = &cuda::sdm_step_kernel<S, Stride, kAligned, kLanes, kTwice, kHeld>;
-  const int64_t smem = cuda::step_smem<S, kLanes, kTwice>(dims.W, dims.R);
+  SdmStepParams<View> p{};
+  p.T = static_cast<int32_t>(dims.T);
+  p.W = static_cast<int32_t>(dims.W);
+  p.R = static_cast<int32_t>(dims.R);
+  p.S = static_cast<int32_t>(dims.S);
+  p.D = static_cast<int32_t>(dims.D);
+  p.table_bits = cuda::step_table_bits(dims.W);
+  p.num_heads = static_cast<int32_t>(dims.H);
+  p.gate_per_write = dims.gate_per_write;
+  make_view(in.write_idx, dims, &p.write_idx);
+  make_view(in.read_idx, dims, &p.read_idx);
+  p.bank = static_cast<char*>(base.bank.data);
+  p.bank_stride[0] = base.bank.stride[0] * size;
+  p.bank_stride[1] = base.bank.stride[1] * size;
+  p.slot_stride = static_cast<typename View::Stride>(base.bank.stride[2] * size);
+  p.pool = static_cast<int32_t>(std::min<int64_t>(params.pool, INT32_MAX));
+  p.state_indices = static_cast<const char*>(params.state_indices.data);
+  p.state_high = p.state_indices != nullptr && params.state_indices.is_int64 ? 4 : 0;
+  make_view(in.write_val, dims, &p.write_val);
+  make_view(in.read_val, dims, &p.read_val);
+  make_view(in.g, dims, &p.g);
+  make_view(in.beta, dims, &p.beta);
+  make_view(in.v, dims, &p.v);
+  p.out = base.out;
+  const auto kernel = &cuda::sdm_step_kernel<S, View, kAligned, kLanes, kSets, kHeld, kMore>;
+  const int64_t smem = cuda::step_smem<S, kLanes, kSets, kHeld>(dims.W, dims.R);
   if (smem > 48 * 1024) {  // beyond what needs no permission
     SDM_RETURN_IF_ERROR(cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)
@@ -98,13 +127,13 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(cuda::StepShape<S, kLanes, kTwice>::kThreads);
+  config.blockDim = dim3(cuda::StepShape<S, kLanes, kSets>::kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(smem);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
   constexpr int64_t kMost = 65535;  // of the grid's second and third dimension
-  const int64_t slices = ceil_div(dims.D, cuda::StepShape<S, kLanes, kTwice>::kColumns);
+  const int64_t slices = ceil_div(dims.D, cuda::StepShape<S, kLanes, kSets>::kColumns);
   for (int64_t n = 0; n < dims.N; n += kMost) {
     for (int64_t head = 0; head < dims.H; head += kMost) {
       p.first_sequence = static_cast<int32_t>(n);
@@ -141,25 +170,28 @@ cudaError_t launch_sdm_step(const SdmCudaFwdParams& params, cudaStream_t stream)
       dims.S > INT32_MAX || dims.D > INT32_MAX / 2 || dims.H > INT32_MAX || dims.N > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
-  const bool usual = cuda::aligned_bank(base.bank, base.bank_dtype, dims.D) &&
-                     fits_int32(base.tokens, dims) && base.bank.stride[2] >= 0 &&
-                     base.bank.stride[2] <= INT32_MAX / 8;
+  const bool aligned = cuda::aligned_bank(base.bank, base.bank_dtype, dims.D);
+  const bool rows = have_rows(base.tokens, dims) && base.bank.stride[2] >= 0 &&
+                    base.bank.stride[2] <= INT32_MAX / 8;
   double blocks = 0;
   SDM_RETURN_IF_ERROR(blocks_each(dims, 16 / element_size(base.bank_dtype), 8, &blocks));
-  const bool few = std::max(dims.W, dims.R) <= 2 * cuda::kStepGroups;
+  const int64_t lanes = std::max(dims.W, dims.R);
   return cuda::dispatch_bank(base.bank_dtype, [&](auto* type) {
     using S = std::remove_pointer_t<decltype(type)>;
-    if (!usual) {
-      return launch<S, int64_t, false, 8, false, 2>(params, stream);
+    if (!aligned) {
+      return launch<S, StepStrides, false, 8, 1, 2, true>(params, stream);
+    }
+    if (!rows || lanes > 4 * cuda::kStepGroups) {
+      return launch<S, StepStrides, true, 8, 1, 4, true>(params, stream);
     }
     // narrow slices while there are too few blocks for the device, wide ones when it is full
-    if (few) {
-      return blocks < 0.75  ? launch<S, int32_t, true, 4, false, 2>(params, stream)
-             : blocks < 3.0 ? launch<S, int32_t, true, 8, false, 2>(params, stream)
-                            : launch<S, int32_t, true, 16, true, 2>(params, stream);
+    if (lanes > 2 * cuda::kStepGroups) {
+      return blocks < 0.75 ? launch<S, StepRows, true, 4, 1, 4, false>(params, stream)
+                           : launch<S, StepRows, true, 8, 1, 4, false>(params, stream);
     }
-    return blocks < 0.75 ? launch<S, int32_t, true, 4, false, 4>(params, stream)
-                         : launch<S, int32_t, true, 8, false, 4>(params, stream);
+    return blocks < 0.75  ? launch<S, StepRows, true, 4, 1, 2, false>(params, stream)
+           : blocks < 3.0 ? launch<S, StepRows, true, 8, 1, 2, false>(params, stream)
+                          : launch<S, StepRows, true, 8, 4, 2, false>(params, stream);
   });
 }
 

@@ -27,40 +27,47 @@ namespace sdm::cuda {
 
 constexpr int kStepGroups = 32;
 
-// In the order in which a block needs it. Strides are in bytes.
-template <typename Stride>
+// In the order in which a block needs it. View: StepRows or StepStrides.
+template <typename View>
 struct SdmStepParams {
   int32_t T, W, R, S, D;
   int32_t table_bits;
   int32_t first_sequence, first_head, num_heads;
-  StepView<Stride> write_idx, read_idx;
-  char* bank;
-  int64_t bank_stride[2];  // sequence, head
-  Stride slot_stride;
   int32_t gate_per_write;
+  View write_idx, read_idx;
+  char* bank;
+  int64_t bank_stride[2];  // sequence, head, in bytes
+  typename View::Stride slot_stride;
   int32_t pool;
   const char* state_indices;  // null: sequence n uses bank row n
-  int32_t state_high;         // as StepView::high
-  StepView<Stride> write_val, read_val, g, beta, v;
+  int32_t state_high;         // as StepRows::high
+  View write_val, read_val, g, beta, v;
   void* out;
 };
 
-// kTwice: a thread works for two groups instead of one, 16 apart.
-template <typename S, int kLanes, bool kTwice>
+// kSets: groups that a thread works for.
+template <typename S, int kLanes, int kSets>
 struct StepShape {
-  static constexpr int kThreads = kStepGroups * kLanes / (kTwice ? 2 : 1);
+  static constexpr int kThreads = kStepGroups / kSets * kLanes;
   static constexpr int kWarps = kThreads / 32;
-  // on a multiprocessor: with two groups a thread there are many, and loads on their way count
-  static constexpr int kBlocks = kTwice ? 768 / kThreads : 1;
+  // on a multiprocessor: with several groups a thread there are many, and loads on their way count
+  static constexpr int kBlocks = kSets == 1 ? 1 : 1536 / kSets / kThreads;
   static constexpr int kColumns = kLanes * kVec<S>;
   static constexpr int kSums = 2 * kColumns;  // retrieval and reading
 };
 
+// Rows of a kind that the arrays by lane have room for; by fours, which keeps all arrays aligned.
+template <int kHeld>
+__host__ __device__ constexpr int64_t step_rows(int64_t lanes) {
+  return lanes > kHeld * kStepGroups ? (lanes + 3) / 4 * 4 : kHeld * kStepGroups;
+}
+
 // Parts of the sums, delta, {sum of overlaps, whether lanes share a slot}.
-template <typename S, int kLanes, bool kTwice>
+template <typename S, int kLanes, int kSets, int kHeld>
 __host__ __device__ constexpr int64_t step_smem(int64_t W, int64_t R) {
-  using Shape = StepShape<S, kLanes, kTwice>;
-  return (Shape::kWarps * Shape::kSums + Shape::kColumns + 4) * 4 + step_lane_bytes(W, R);
+  using Shape = StepShape<S, kLanes, kSets>;
+  return (Shape::kWarps * Shape::kSums + Shape::kColumns + 4) * 4 +
+         step_lane_bytes(step_rows<kHeld>(W), step_rows<kHeld>(R), step_table_bits(W));
 }
 
 // One element of a tensor of v's type.
@@ -83,17 +90,16 @@ __device__ __forceinline__ T here(T x) {
   return x;
 }
 
-// kHeld: rows of either kind and group that a lane keeps in registers; further ones are fetched
-// twice. Grid: slices, heads, sequences.
-template <typename S, typename Stride, bool kAligned, int kLanes, bool kTwice, int kHeld>
+// kHeld: rows of either kind and group that a lane keeps in registers; kMore: there may be further
+// ones, which are fetched twice. Grid: slices, heads, sequences.
+template <typename S, typename View, bool kAligned, int kLanes, int kSets, int kHeld, bool kMore>
 __global__ void __launch_bounds__(
-    StepShape<S, kLanes, kTwice>::kThreads, StepShape<S, kLanes, kTwice>::kBlocks
-) sdm_step_kernel(const __grid_constant__ SdmStepParams<Stride> p) {
-  using Shape = StepShape<S, kLanes, kTwice>;
+    StepShape<S, kLanes, kSets>::kThreads, StepShape<S, kLanes, kSets>::kBlocks
+) sdm_step_kernel(const __grid_constant__ SdmStepParams<View> p) {
+  using Shape = StepShape<S, kLanes, kSets>;
   constexpr int kThreads = Shape::kThreads;
   constexpr int kColumns = Shape::kColumns;
   constexpr int V = kVec<S>;
-  constexpr int kSets = kTwice ? 2 : 1;     // groups of a thread
   constexpr int kPlaces = 32 / kLanes;      // threads with different groups in a warp
   constexpr int kKindRows = kSets * kHeld;  // written rows of a thread, and read ones
   // rows of a warp that a lane looks up for all
@@ -105,7 +111,11 @@ __global__ void __launch_bounds__(
   int* s_shared = reinterpret_cast<int*>(s_overlap + 1);
   const int W = p.W, R = p.R;
   unsigned char* lanes_memory = reinterpret_cast<unsigned char*>(s_overlap + 4);
-  const StepLanes s = step_lanes(lanes_memory, W, R, p.table_bits);
+  const int2 rows = make_int2(
+      static_cast<int>(kMore ? step_rows<kHeld>(W) : kHeld * kStepGroups),
+      static_cast<int>(kMore ? step_rows<kHeld>(R) : kHeld * kStepGroups)
+  );
+  const StepLanes s = step_lanes(lanes_memory, rows.x, rows.y, p.table_bits);
 
   clear_table<kThreads>(s, p.table_bits);
   if (threadIdx.x == 0) {
@@ -123,32 +133,39 @@ __global__ void __launch_bounds__(
     __builtin_assume(thread >= 0 && thread < kThreads);  // divisions are shifts
     const int n = here(p.first_sequence + static_cast<int>(blockIdx.z));
     const int head = here(p.first_head + static_cast<int>(blockIdx.y));
-    // A thread's place among the groups: its lowest bit is the group's highest, as those two
-    // groups' sums are added first.
+    const StepToken token{n, t, head, (n * p.T + t) * p.num_heads + head};
+    // Groups are added in this order of their number's bits: 4, 0, 1, 2, 3; the first ones by the
+    // thread that works for such groups, the others from neighbour to neighbour.
     const auto group_at = [](int place) {
-      return kTwice ? place : place / 2 + place % 2 * (kStepGroups / 2);
+      return kSets == 4   ? place * 2
+             : kSets == 2 ? place
+                          : place / 2 + place % 2 * (kStepGroups / 2);
+    };
+    const auto number_of = [](int set, int u) {
+      return set % 2 * (kStepGroups / 2) + set / 2 + u * kStepGroups;
     };
     const int group = group_at(thread / kLanes);
-    const auto row_of = [&](int set, int u) { return group + set * 16 + u * kStepGroups; };
+    const auto row_of = [&](int set, int u) { return group + number_of(set, u); };
 
     // The rows of a warp, each looked up by one lane: written ones, then read ones; by set, then by
     // number in the group, then by place.
     int looked_row[kLooked];
-    bool looked_write[kLooked], looks[kLooked];
+    bool looked_write[kLooked], looked[kLooked], looks[kLooked];  // looks: there is such a lane
     RawId id[kLooked];
-    const char* write_ids = p.write_idx.at(n, t, head);
-    const char* read_ids = p.read_idx.at(n, t, head);
+    const char* write_ids = p.write_idx.at(token);
+    const char* read_ids = p.read_idx.at(token);
 #pragma unroll
     for (int k = 0; k < kLooked; ++k) {
       const int at = thread % 32 + k * 32;
       const int number = at / kPlaces % kKindRows;
       const int place = thread / 32 * kPlaces + at % kPlaces;
-      looked_row[k] = group_at(place) + number / kHeld * 16 + number % kHeld * kStepGroups;
+      looked_row[k] = group_at(place) + number_of(number / kHeld, number % kHeld);
       looked_write[k] = at < kKindRows * kPlaces;
-      looks[k] = at < 2 * kKindRows * kPlaces && looked_row[k] < (looked_write[k] ? W : R);
+      looked[k] = at < 2 * kKindRows * kPlaces;
+      looks[k] = looked[k] && looked_row[k] < (looked_write[k] ? W : R);
       id[k] = {~0u, ~0u};
       if (looks[k]) {
-        const StepView<Stride>& ids = looked_write[k] ? p.write_idx : p.read_idx;
+        const View& ids = looked_write[k] ? p.write_idx : p.read_idx;
         id[k] =
             load_id((looked_write[k] ? write_ids : read_ids) + ids.lane(looked_row[k]), ids.high);
       }
@@ -160,12 +177,12 @@ __global__ void __launch_bounds__(
     // the table is empty, the last token's rows are stored, and the loads below stay below
     __syncthreads();
     const auto load_weight = [&](bool write, int row) {
-      const StepView<Stride>& values = write ? p.write_val : p.read_val;
-      return load_raw(values.at(n, t, head) + values.lane(row), values.high);
+      const View& values = write ? p.write_val : p.read_val;
+      return load_raw(values.at(token) + values.lane(row), values.high);
     };
     // a read takes the token's first gate and makes no use of it
     const auto load_gate = [&](bool write, int row) {
-      return load_raw(p.g.at(n, t, head) + p.g.lane(p.gate_per_write && write ? row : 0), p.g.high);
+      return load_raw(p.g.at(token) + p.g.lane(p.gate_per_write && write ? row : 0), p.g.high);
     };
     RawFloat weight[kLooked], gate[kLooked];
 #pragma unroll
@@ -176,22 +193,26 @@ __global__ void __launch_bounds__(
         gate[k] = load_gate(looked_write[k], looked_row[k]);
       }
     }
-    // the sum that this thread finishes: threads below kColumns a retrieval, the next a reading
+    // the sums that this thread finishes: of the first threads retrievals, of the next ones
+    // readings
+    constexpr bool kBoth = Shape::kSums > kThreads;
     const int first_column = static_cast<int>(blockIdx.x) * kColumns;
-    const int sum_column = first_column + thread % kColumns;
-    const bool reads = thread >= kColumns;
-    const bool sums = thread < Shape::kSums && sum_column < p.D;
-    const RawFloat raw_beta = load_raw(p.beta.at(n, t, head), p.beta.high);
+    const int column = thread % kColumns;
+    const bool retrieves = kBoth || thread < kColumns;
+    const bool reads =
+        (kBoth || (thread >= kColumns && thread < Shape::kSums)) && first_column + column < p.D;
+    const RawFloat raw_beta = load_raw(p.beta.at(token), p.beta.high);
     RawFloat raw_v{0, 0};
-    if (sums && !reads) {
-      raw_v = load_raw(p.v.at(n, t, head) + p.v.lane(sum_column), p.v.high);
+    if (retrieves && first_column + column < p.D) {
+      raw_v = load_raw(p.v.at(token) + p.v.lane(first_column + column), p.v.high);
     }
     const auto out_at = [&]() {
-      return ((static_cast<int64_t>(here(n)) * p.T + t) * p.num_heads + head) * p.D + sum_column;
+      return ((static_cast<int64_t>(here(n)) * p.T + t) * p.num_heads + head) * p.D + first_column +
+             column;
     };
     const int bank_row = id_below(state, p.state_high, p.pool);
     if (bank_row < 0) {
-      if (sums && reads) {
+      if (reads) {
         store_like(p.v, p.out, out_at(), 0.0f);
       }
       continue;
@@ -202,7 +223,7 @@ __global__ void __launch_bounds__(
     char* bank = p.bank + bank_row * p.bank_stride[0] + head * p.bank_stride[1] +
                  own_column * static_cast<int64_t>(sizeof(S));
     const auto row_at = [&](int slot) {
-      using Unsigned = std::make_unsigned_t<Stride>;  // one instruction for 32 bits
+      using Unsigned = std::make_unsigned_t<typename View::Stride>;  // one instruction for 32 bits
       return reinterpret_cast<S*>(
           bank +
           static_cast<uint64_t>(static_cast<unsigned>(slot)) * static_cast<Unsigned>(p.slot_stride)
@@ -226,7 +247,7 @@ __global__ void __launch_bounds__(
       for (int u = 0; u < kHeld; ++u) {
         const int written = slot_of(true, set * kHeld + u);
         write_slot[set][u] = written;
-        load_row_if<S, kAligned>(written >= 0, row_at(max(written, 0)), at, &write_row[set][u]);
+        load_row_if<S, kAligned>(written >= 0, row_at(written), at, &write_row[set][u]);
       }
     }
 #pragma unroll
@@ -234,7 +255,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int u = 0; u < kHeld; ++u) {
         const int read = slot_of(false, set * kHeld + u);
-        load_row_if<S, kAligned>(read >= 0, row_at(max(read, 0)), at, &read_row[set][u]);
+        load_row_if<S, kAligned>(read >= 0, row_at(read), at, &read_row[set][u]);
       }
     }
 
@@ -243,54 +264,67 @@ __global__ void __launch_bounds__(
         [&](
             bool write, int row, int its_slot, const RawFloat& its_weight, const RawFloat& its_gate
         ) {
+          const bool used = its_slot >= 0;
+          const float value = used ? raw_value(write ? p.write_val : p.read_val, its_weight) : 0.0f;
           if (!write) {
             s.read_slot[row] = its_slot;
-            s.read[row] = raw_value(p.read_val, its_weight);
-            return;
+            s.read[row] = value;
+            return value;
           }
-          const bool used = its_slot >= 0;
-          const float k = used ? raw_value(p.write_val, its_weight) : 0.0f;
           const float decay = used ? expf(raw_value(p.g, its_gate)) : 0.0f;
           s.write_slot[row] = its_slot;
-          s.gate[row] = make_float2(k, decay);
-          s.write[row] = make_float4(k * decay, decay, k, used ? 1.0f : 0.0f);
+          s.gate[row] = make_float2(value, decay);
+          s.write[row] = make_float4(value * decay, decay, value, used ? 1.0f : 0.0f);
           if (used && !insert_lane(s, p.table_bits, its_slot, row)) {
             *s_shared = 1;
           }
+          return value;
         };
+    float value[kLooked];
 #pragma unroll
     for (int k = 0; k < kLooked; ++k) {
-      if (looks[k]) {
-        share_row(looked_write[k], looked_row[k], slot[k], weight[k], gate[k]);
+      value[k] = 0.0f;
+      if (looked[k]) {
+        value[k] = share_row(looked_write[k], looked_row[k], slot[k], weight[k], gate[k]);
       }
     }
+    if constexpr (kMore) {
 #pragma unroll 1
-    for (int x = kHeld * kStepGroups * 2 + thread; x < 2 * max(W, R); x += kThreads) {
-      const bool write = x % 2 == 0;  // the rows that no group holds, of both kinds in turn
-      const int row = x / 2;
-      if (row < (write ? W : R)) {
-        const StepView<Stride>& ids = write ? p.write_idx : p.read_idx;
-        const RawId its_id = load_id((write ? write_ids : read_ids) + ids.lane(row), ids.high);
-        share_row(
-            write,
-            row,
-            id_below(its_id, ids.high, p.S),
-            load_weight(write, row),
-            load_gate(write, row)
-        );
+      for (int x = kHeld * kStepGroups * 2 + thread; x < 2 * max(W, R); x += kThreads) {
+        const bool write = x % 2 == 0;  // the rows that no group holds, of both kinds in turn
+        const int row = x / 2;
+        if (row < (write ? W : R)) {
+          const View& ids = write ? p.write_idx : p.read_idx;
+          const RawId its_id = load_id((write ? write_ids : read_ids) + ids.lane(row), ids.high);
+          share_row(
+              write,
+              row,
+              id_below(its_id, ids.high, p.S),
+              load_weight(write, row),
+              load_gate(write, row)
+          );
+        }
       }
     }
     __syncthreads();  // all lanes are there, and in the table
     bool overlaps = false;
     if (*s_shared == 0) {
+#pragma unroll
+      for (int k = 0; k < kLooked; ++k) {
+        if (looked[k] && !looked_write[k]) {
+          overlaps = finish_read(s, p.table_bits, looked_row[k], slot[k], value[k]) || overlaps;
+        }
+      }
+      if constexpr (kMore) {
 #pragma unroll 1
-      for (int b = thread; b < R; b += kThreads) {
-        overlaps = finish_read(s, p.table_bits, b) || overlaps;
+        for (int b = kHeld * kStepGroups + thread; b < R; b += kThreads) {
+          overlaps = finish_read(s, p.table_bits, b, s.read_slot[b], s.read[b]) || overlaps;
+        }
       }
     } else {
 #pragma unroll 1
       for (int x = thread; x < W + R; x += kThreads) {
-        overlaps = finish_shared(lanes_memory, W, R, p.table_bits, x) || overlaps;
+        overlaps = finish_shared(lanes_memory, rows, p.table_bits, W, x) || overlaps;
       }
     }
     const bool overlapped = __syncthreads_or(overlaps);  // the lanes are complete
@@ -315,30 +349,38 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int u = 0; u < kHeld; ++u) {
         const int a = row_of(set, u);
-        add_row(write_row[set][u], a < W ? s.write[min(a, W - 1)].x : 0.0f, sum[set]);
+        add_row(write_row[set][u], s.write[a].x, sum[set]);
       }
 #pragma unroll
       for (int u = 0; u < kHeld; ++u) {
         const int b = row_of(set, u);
-        add_row(read_row[set][u], b < R ? s.read[min(b, R - 1)] : 0.0f, sum[set] + V);
+        add_row(read_row[set][u], s.read[b], sum[set] + V);
       }
+      if constexpr (kMore) {
 #pragma unroll 1
-      for (int a = row_of(set, kHeld); a < W; a += kStepGroups) {
-        if (s.write_slot[a] >= 0) {
-          add_row(load_raw_row<S, kAligned>(row_at(s.write_slot[a]), at), s.write[a].x, sum[set]);
+        for (int a = row_of(set, kHeld); a < W; a += kStepGroups) {
+          if (s.write_slot[a] >= 0) {
+            add_row(load_raw_row<S, kAligned>(row_at(s.write_slot[a]), at), s.write[a].x, sum[set]);
+          }
         }
       }
+      if constexpr (kMore) {
 #pragma unroll 1
-      for (int b = row_of(set, kHeld); b < R; b += kStepGroups) {
-        if (s.read_slot[b] >= 0) {
-          add_row(load_raw_row<S, kAligned>(row_at(s.read_slot[b]), at), s.read[b], sum[set] + V);
+        for (int b = row_of(set, kHeld); b < R; b += kStepGroups) {
+          if (s.read_slot[b] >= 0) {
+            add_row(load_raw_row<S, kAligned>(row_at(s.read_slot[b]), at), s.read[b], sum[set] + V);
+          }
         }
       }
     }
-    if constexpr (kTwice) {
 #pragma unroll
-      for (int i = 0; i < 2 * V; ++i) {
-        sum[0][i] += sum[1][i];
+    for (int step = 1; step < kSets; step *= 2) {
+#pragma unroll
+      for (int set = 0; set < kSets; set += 2 * step) {
+#pragma unroll
+        for (int i = 0; i < 2 * V; ++i) {
+          sum[set][i] += sum[set + step][i];
+        }
       }
     }
     const int left = add_groups<kLanes, 2 * V>(sum[0]);
@@ -347,12 +389,13 @@ __global__ void __launch_bounds__(
         sum[0]
     );
     __syncthreads();  // the parts are there, and every reader has the old rows it wants
-    float total = 0.0f;
-    if (thread < Shape::kSums) {
-      total = add_parts<Shape::kWarps, Shape::kSums>(s_parts + thread);
+    float reading = 0.0f;
+    if (retrieves) {
+      const float retrieval = add_parts<Shape::kWarps, Shape::kSums>(s_parts + column);
+      s_delta[column] = raw_value(p.beta, raw_beta) * (raw_value(p.v, raw_v) - retrieval);
     }
-    if (!reads) {
-      s_delta[thread] = raw_value(p.beta, raw_beta) * (raw_value(p.v, raw_v) - total);
+    if (reads) {
+      reading = add_parts<Shape::kWarps, Shape::kSums>(s_parts + kColumns + column);
     }
     __syncthreads();  // delta is there
     float delta[V];
@@ -380,27 +423,29 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int u = 0; u < kHeld; ++u) {
         const int a = row_of(set, u);
-        const float4 lane = s.write[min(a, W - 1)];
+        const float4 lane = s.write[a];
         const uint4 row = new_row(write_row[set][u], lane);
-        if (a < W && lane.w != 0.0f) {
+        if (lane.w != 0.0f) {
           store_raw_row<S, kAligned>(row_at(write_slot[set][u]), at, row);
         }
       }
+      if constexpr (kMore) {
 #pragma unroll 1
-      for (int a = row_of(set, kHeld); a < W; a += kStepGroups) {
-        if (s.write[a].w != 0.0f) {
-          S* row = row_at(s.write_slot[a]);
-          store_raw_row<S, kAligned>(
-              row, at, new_row(load_raw_row<S, kAligned>(row, at), s.write[a])
-          );
+        for (int a = row_of(set, kHeld); a < W; a += kStepGroups) {
+          if (s.write[a].w != 0.0f) {
+            S* row = row_at(s.write_slot[a]);
+            store_raw_row<S, kAligned>(
+                row, at, new_row(load_raw_row<S, kAligned>(row, at), s.write[a])
+            );
+          }
         }
       }
     }
-    if (sums && reads) {
+    if (reads) {
       if (overlapped) {
-        total = fmaf(*s_overlap, s_delta[thread - kColumns], total);
+        reading = fmaf(*s_overlap, s_delta[column], reading);
       }
-      store_like(p.v, p.out, out_at(), total);
+      store_like(p.v, p.out, out_at(), reading);
     }
     if (t + 1 < p.T) {
       clear_table<kThreads>(s, p.table_bits);

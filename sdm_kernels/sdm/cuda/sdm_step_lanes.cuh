@@ -13,21 +13,39 @@
 
 namespace sdm::cuda {
 
-// A token tensor. Strides and distances are in bytes; Stride is int32_t where all distances inside
-// a token fit, which also halves what a block fetches of its arguments.
-template <typename Stride>
-struct StepView {
-  const char* data;
-  Stride stride[4];  // sequence, token, head, last
-  int32_t high;      // from an element's low half to its high half, 0 for a narrow type
-  int32_t is_half;   // float16
+// A token of a stream; `row` counts the rows of a contiguous [N, T, H, last] tensor.
+struct StepToken {
+  int n, t, head, row;
+};
 
-  const __device__ __forceinline__ char* at(int n, int t, int head) const {
-    return data + static_cast<int64_t>(n) * stride[0] + static_cast<int64_t>(t) * stride[1] +
-           static_cast<int64_t>(head) * stride[2];
+// A token tensor, distances in bytes. Its rows lie at equal distances, as those of a contiguous one
+// do, and everything inside a row fits 32 bits: one multiplication finds a row.
+struct StepRows {
+  using Stride = int32_t;
+  const char* data;
+  int32_t row_stride, lane_stride;
+  int32_t high;     // from an element's low half to its high half, 0 for a narrow type
+  int32_t is_half;  // float16
+
+  const __device__ __forceinline__ char* at(const StepToken& token) const {
+    return data + static_cast<int64_t>(token.row) * row_stride;
   }
 
-  __device__ __forceinline__ Stride lane(int a) const { return a * stride[3]; }
+  __device__ __forceinline__ int32_t lane(int a) const { return a * lane_stride; }
+};
+
+// Any other one.
+struct StepStrides {
+  using Stride = int64_t;
+  const char* data;
+  int64_t stride[4];  // sequence, token, head, last
+  int32_t high, is_half;
+
+  const __device__ __forceinline__ char* at(const StepToken& token) const {
+    return data + token.n * stride[0] + token.t * stride[1] + token.head * stride[2];
+  }
+
+  __device__ __forceinline__ int64_t lane(int a) const { return a * stride[3]; }
 };
 
 template <typename View>
@@ -35,7 +53,7 @@ __device__ __forceinline__ float raw_value(const View& view, const RawFloat& raw
   return raw_value(raw, view.high, view.is_half != 0);
 }
 
-// What the threads share of a token.
+// What the threads share of a token. Arrays by lane have room for the rows that a block holds.
 struct StepLanes {
   float4* write;   // [W] {k * decay, decay, key, 1 where the row is stored}; key: sum of k over the
                    // lanes of the slot
@@ -57,21 +75,24 @@ __host__ __device__ constexpr int step_table_bits(int64_t W) {
   return bits;
 }
 
-__host__ __device__ constexpr int64_t step_lane_bytes(int64_t W, int64_t R) {
-  return W * 28 + R * 12 + (int64_t{8} << step_table_bits(W));
+// For arrays of that many rows.
+__host__ __device__ constexpr int64_t step_lane_bytes(
+    int64_t write_rows, int64_t read_rows, int table_bits
+) {
+  return write_rows * 28 + read_rows * 12 + (int64_t{8} << table_bits);
 }
 
 __device__ __forceinline__ StepLanes
-step_lanes(unsigned char* memory, int W, int R, int table_bits) {
+step_lanes(unsigned char* memory, int write_rows, int read_rows, int table_bits) {
   StepLanes s;
   s.write = reinterpret_cast<float4*>(memory);
-  s.table_slot = reinterpret_cast<int*>(s.write + W);
+  s.gate = reinterpret_cast<float2*>(s.write + write_rows);
+  s.write_slot = reinterpret_cast<int*>(s.gate + write_rows);
+  s.read = reinterpret_cast<float*>(s.write_slot + write_rows);
+  s.overlap = s.read + read_rows;
+  s.read_slot = reinterpret_cast<int*>(s.overlap + read_rows);
+  s.table_slot = s.read_slot + read_rows;
   s.table_lane = s.table_slot + (1 << table_bits);
-  s.gate = reinterpret_cast<float2*>(s.table_lane + (1 << table_bits));
-  s.read = reinterpret_cast<float*>(s.gate + W);
-  s.overlap = s.read + R;
-  s.write_slot = reinterpret_cast<int*>(s.overlap + R);
-  s.read_slot = s.write_slot + W;
   return s;
 }
 
@@ -118,21 +139,26 @@ __device__ __forceinline__ int find_lane_of(const StepLanes& s, int table_bits, 
   return found == slot ? s.table_lane[at] : -1;
 }
 
-// Completes read lane b of a token whose written slots differ; true if it reads one of them.
-__device__ __forceinline__ bool finish_read(const StepLanes& s, int table_bits, int b) {
-  const int slot = s.read_slot[b];
+// Completes read lane b, of slot and weight q, of a token whose written slots differ; true if it
+// reads one of them.
+__device__ __forceinline__ bool finish_read(
+    const StepLanes& s, int table_bits, int b, int slot, float q
+) {
   const int lane = slot >= 0 ? find_lane_of(s, table_bits, slot) : -1;
-  const float q = slot >= 0 ? s.read[b] : 0.0f;
-  s.read[b] = lane >= 0 ? q * s.gate[lane].y : q;
-  s.overlap[b] = lane >= 0 ? q * s.gate[lane].x : 0.0f;
+  s.overlap[b] = 0.0f;
+  if (lane >= 0) {
+    const float2 gate = s.gate[lane];
+    s.read[b] = q * gate.y;
+    s.overlap[b] = q * gate.x;
+  }
   return lane >= 0;
 }
 
 // Completes lane x (write lanes first) of a token in which lanes share a slot: compares all.
 __device__ __noinline__ bool finish_shared(
-    unsigned char* memory, int W, int R, int table_bits, int x
+    unsigned char* memory, int2 rows, int table_bits, int W, int x
 ) {
-  const StepLanes s = step_lanes(memory, W, R, table_bits);
+  const StepLanes s = step_lanes(memory, rows.x, rows.y, table_bits);
   const bool write = x < W;
   const int slot = write ? s.write_slot[x] : s.read_slot[x - W];
   int owner = -1;    // the lowest lane that writes the slot
@@ -149,7 +175,7 @@ __device__ __noinline__ bool finish_shared(
     s.write[x] = make_float4(k * decay, decay, key, owner == x ? 1.0f : 0.0f);
     return false;
   }
-  const float q = slot >= 0 ? s.read[x - W] : 0.0f;
+  const float q = s.read[x - W];
   s.read[x - W] = q * decay;
   s.overlap[x - W] = owner >= 0 ? q * key : 0.0f;
   return owner >= 0;
