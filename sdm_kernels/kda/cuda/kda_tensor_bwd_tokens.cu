@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(8 * kK, 1) kda_bwd_token_kernel(
       hv,
       hv / (static_cast<unsigned>(dims.HV) / static_cast<unsigned>(dims.H)),
       span.slot * dims.HV + hv,
+      span.sequence.begin + span.first * kChunkRows,
       static_cast<int>(left < kChunkRows ? left : kChunkRows)
   };
   start_copies(b);

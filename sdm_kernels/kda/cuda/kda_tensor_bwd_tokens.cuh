@@ -86,7 +86,8 @@ struct TokenBlock {
   uint32_t base;
   KdaSpan span;
   int64_t hv, h, entry;
-  int rows;  // of the chunk that exist
+  int64_t token;  // of row 0
+  int rows;       // of the chunk that exist
 
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {
@@ -101,18 +102,17 @@ struct TokenBlock {
     return p.common.bwd_records + entry * Grads::kBytes;
   }
 
-  __device__ __forceinline__ int64_t token(int row) const {
-    return span.sequence.begin + span.first * kChunkRows + row;
-  }
-
+  // Element of a row of the chunk; `head` must be that of the block.
   __device__ __forceinline__ int64_t element(const KdaView& view, int row, int64_t head) const {
-    return element_of(view, span.sequence.batch, token(row), head);
+    return span.sequence.batch * view.stride[0] + token * view.stride[1] + head * view.stride[2] +
+           row * view.stride[1];
   }
 
   // Of a contiguous tensor of `heads` heads with `columns` columns.
   __device__ __forceinline__ int64_t
   result(int row, int64_t head, int64_t heads, int columns) const {
-    return ((span.sequence.batch * p.common.dims.T + token(row)) * heads + head) * columns;
+    return ((span.sequence.batch * p.common.dims.T + token) * heads + head) * columns +
+           row * (heads * columns);
   }
 
   __device__ __forceinline__ float state_unit(int block) const {
@@ -134,13 +134,14 @@ __device__ __forceinline__ void start_copies(const TokenBlock<kK, kV>& b) {
   using Memory = TokenMemory<kK, kV>;
   using Record = KdaRecord<kK>;
   const int tid = static_cast<int>(threadIdx.x);
-  for (int i = tid * 16; i < Record::kTileBytes; i += Memory::kThreads * 16) {
-    copy_async(b.base + static_cast<uint32_t>(Memory::kWork + i), b.record() + Record::kKd + i);
-  }
-  for (int i = tid * 16; i < kPanelBytes; i += Memory::kThreads * 16) {
-    copy_async(
-        b.base + static_cast<uint32_t>(Memory::kInverse + i), b.record() + Record::kInverse + i
-    );
+  const char* from = b.record() + tid * 16;
+  const uint32_t to = b.base + static_cast<uint32_t>(tid * 16);
+  static_assert(
+      Record::kTileBytes == Memory::kThreads * 16 && kPanelBytes <= Memory::kThreads * 16
+  );
+  copy_async(to + Memory::kWork, from + Record::kKd);
+  if (tid < kPanelBytes / 16) {
+    copy_async(to + Memory::kInverse, from + Record::kInverse);
   }
   close_copies();
   if (tid < kK / 8 + 12) {
