@@ -89,7 +89,7 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
     );
   };
   if (p.saved.mode == SdmSave::kReplay) {
-    for (p.k = 0; p.k < p.window.chunks; ++p.k) {
+    for (p.k = 0; p.k + 1 < p.window.chunks; ++p.k) {
       SDM_RETURN_IF_ERROR((launch_slots<S, kRingDepth>(p, p.records.Cp, card, update)));
     }
   }

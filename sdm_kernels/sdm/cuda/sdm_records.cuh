@@ -71,6 +71,11 @@ struct SdmCudaInputs {
   const SdmSequence* sequences;  // device, [N]
 };
 
+// Whether the k-th chunk of the window is the sequence's last in it.
+SDM_HD bool is_last_chunk(const SdmSequence& sequence, const SdmWindow& window, int64_t k) {
+  return k + 1 == window.chunks || window.first_chunk + k + 1 == sequence.num_chunks;
+}
+
 // The chunk that q stands for; false when there is none.
 SDM_HD bool find_chunk(
     const SdmDims& dims,

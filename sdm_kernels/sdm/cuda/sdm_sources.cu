@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Where the backward finds the rows of the bank as they were at the start of a chunk.
 //!
-//! Every chunk keeps the rows that it writes as they were before. So a row at the start of chunk k
-//! is the one kept by the first chunk from k on that writes its slot, or that of the bank at the
-//! end. One pass over the chunks from last to first with a table of the rows kept so far tells
-//! which: 4 bytes a group to write and 4 in the table, instead of a copy of the bank that is taken
-//! back chunk by chunk, 2 KB a written row.
+//! Every chunk keeps the rows that it writes as they were before (a replay: but for the last chunk,
+//! before which its bank stops). So a row at the start of chunk k is the one kept by the first
+//! chunk from k on that writes its slot, or that of the bank at the end. One pass over the chunks
+//! from last to first with a table of the rows kept so far tells which: 4 bytes a group to write
+//! and 4 in the table, instead of a copy of the bank that is taken back chunk by chunk, 2 KB a
+//! written row.
 //!
 //! A block owns a range of a stream's slots, so that blocks need not meet; the groups of a range
 //! are found by bisection, since both kinds of groups are sorted by slot.
@@ -87,7 +88,13 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
       }
       const int64_t first_row = p.layout.replay ? (stream * p.window.chunks + k) * p.layout.reserved
                                                 : sequence.first_row + chunk * p.layout.reserved;
+      // a replayed window keeps no rows of its last chunk: the bank has them
+      const bool kept = !p.layout.replay || !is_last_chunk(sequence, p.window, k);
       for (int g = bound[0] + static_cast<int>(threadIdx.x); g < bound[1]; g += kThreads) {
+        if (!kept) {
+          rows[g] = -1;
+          continue;
+        }
         const int slot = groups[g].x;
         const int row = static_cast<int>(first_row + g);
         rows[g] = row;

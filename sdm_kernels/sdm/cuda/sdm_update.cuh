@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
   extern __shared__ __align__(16) float smem[];
   const SlotShare share = SlotShare::of<kWide>(p);
   const StreamChunk c(p, share.stream);
-  if (!c.exists) {
+  // a replay stops before the last chunk, whose rows the walk then finds in the bank
+  if (!c.exists || (kReplay && is_last_chunk(p.sequences[c.sequence], p.window, p.k))) {
     return;
   }
   const SdmRecords& r = p.records;
