@@ -87,18 +87,18 @@ __device__ __forceinline__ void reverse_tile(
       static_cast<int>(threadIdx.x) / 32 * ScanShape<kLanes>::kWarpColumns + state->warp_column;
   float* writes = s.writes();  // -beta dU
   const float *d_out = s.u(stage), *beta = s.beta(stage), *scores = s.scores(stage);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+  for (int first = 0; first < kTile; first += 8) {
     float sums[32];
-    state->multiply_rows(s.kr(stage) + 8 * half * kKeys, sums);
+    state->multiply_rows(s.kr(stage) + first * kKeys, sums);
     reduce_scatter<kLanes, 32>(sums, state->lane);
 #pragma unroll
     for (int m = 0; m < kOwn; ++m) {
       const int at = state->lane * kOwn + m;
-      const int row = 8 * half + at / 4, b = at % 4;
+      const int row = first + at / 4, b = at % 4;
       float du = sums[m];
-#pragma unroll
-      for (int i = 8 * half; i < kTile; ++i) {
+#pragma unroll 4
+      for (int i = first; i < kTile; ++i) {
         if (i >= row) {
           du = fmaf(scores[i * kTile + row], d_out[i * kSlice + columns + b], du);
         }
@@ -111,7 +111,7 @@ __device__ __forceinline__ void reverse_tile(
   }
   __syncwarp();  // a warp reads its own columns of the writes only
   state->decay(s.gamma(stage));
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < kTile; ++i) {
     state->add_outer(s.w(stage) + i * kKeys, load4(writes + i * kSlice + columns));
     state->add_outer(s.qd(stage) + i * kKeys, load4(d_out + i * kSlice + columns));

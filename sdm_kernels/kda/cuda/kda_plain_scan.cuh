@@ -33,7 +33,7 @@ struct ForwardScanShared {
   static constexpr int kRows = kTile * kKeys;
 
   static constexpr int kStage = 3 * kRows + kKeys + kScores + kTile + kTile * kSlice;
-  static constexpr int kFloats = kStages * kStage + kTile * kSlice;
+  static constexpr int kFloats = kStages * kStage + 2 * kTile * kSlice;
 
   float* base;
 
@@ -52,6 +52,8 @@ struct ForwardScanShared {
   __device__ __forceinline__ float* u(int stage) const { return beta(stage) + kTile; }
 
   __device__ __forceinline__ float* writes() const { return base + kStages * kStage; }
+
+  __device__ __forceinline__ float* reads() const { return writes() + kTile * kSlice; }
 };
 
 // The range of tiles and the records of one block.
@@ -116,30 +118,30 @@ __device__ __forceinline__ void forward_tile(
   const int64_t V = p.call.dims.V, slot = work.slot(tile);
   const int columns = static_cast<int>(threadIdx.x) / 32 * ScanShape<kLanes>::kWarpColumns +
                       state->warp_column;  // of the slice
-  float* writes = s.writes();
+  float *writes = s.writes(), *reads = s.reads();
   const float *u = s.u(stage), *beta = s.beta(stage);
-  float read[2][kOwn];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sums[32];
-    state->multiply_rows(s.w(stage) + 8 * half * kKeys, sums);
-    reduce_scatter<kLanes, 32>(sums, state->lane);
-#pragma unroll
-    for (int m = 0; m < kOwn; ++m) {
-      const int at = state->lane * kOwn + m;
-      const int row = 8 * half + at / 4, b = at % 4;
-      const float r = u[row * kSlice + columns + b] - sums[m];
-      writes[row * kSlice + columns + b] = beta[row] * r;
-      if (p.keep && state->live) {
-        p.call.records.u[(slot * kTile + row) * V + state->column + b] = r;
-      }
-    }
-    if (p.out != nullptr) {
-      state->multiply_rows(s.qd(stage) + 8 * half * kKeys, sums);
+  // Rolled up, as are the loops below: straight through, the code would not stay in its cache.
+#pragma unroll 1
+  for (int first = 0; first < kTile; first += 8) {
+#pragma unroll 1
+    for (int product = 0; product < (p.out != nullptr ? 2 : 1); ++product) {
+      const bool predicts = product == 0;
+      float sums[32];
+      state->multiply_rows((predicts ? s.w(stage) : s.qd(stage)) + first * kKeys, sums);
       reduce_scatter<kLanes, 32>(sums, state->lane);
 #pragma unroll
       for (int m = 0; m < kOwn; ++m) {
-        read[half][m] = sums[m];
+        const int at = state->lane * kOwn + m;
+        const int row = first + at / 4, place = row * kSlice + columns + at % 4;
+        if (!predicts) {
+          reads[place] = sums[m];
+          continue;
+        }
+        const float r = u[place] - sums[m];
+        writes[place] = beta[row] * r;
+        if (p.keep && state->live) {
+          p.call.records.u[(slot * kTile + row) * V + state->column + at % 4] = r;
+        }
       }
     }
   }
@@ -149,28 +151,25 @@ __device__ __forceinline__ void forward_tile(
     const int64_t token = sequence.begin + tile * kTile;
     const int64_t rows = sequence.length - tile * kTile;
     const float* scores = s.scores(stage);
+#pragma unroll 1
+    for (int m = 0; m < 2 * kOwn; ++m) {
+      const int at = state->lane * kOwn + m % kOwn;
+      const int row = m / kOwn * 8 + at / 4, b = at % 4;
+      float o = reads[row * kSlice + columns + b];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int m = 0; m < kOwn; ++m) {
-        const int at = state->lane * kOwn + m;
-        const int row = 8 * half + at / 4, b = at % 4;
-        float o = read[half][m];
-#pragma unroll
-        for (int j = 0; j < 8 * half + 8; ++j) {
-          if (j <= row) {
-            o = fmaf(scores[row * kTile + j], writes[j * kSlice + columns + b], o);
-          }
+      for (int j = 0; j < kTile; ++j) {
+        if (j <= row) {
+          o = fmaf(scores[row * kTile + j], writes[j * kSlice + columns + b], o);
         }
-        if (row < rows) {
-          const int64_t t = sequence.batch * p.call.dims.T + token + row;
-          store_any(p.out, p.out_dtype, (t * p.call.dims.HV + work.hv) * V + state->column + b, o);
-        }
+      }
+      if (row < rows) {
+        const int64_t t = sequence.batch * p.call.dims.T + token + row;
+        store_any(p.out, p.out_dtype, (t * p.call.dims.HV + work.hv) * V + state->column + b, o);
       }
     }
   }
   state->decay(s.gamma(stage));
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < kTile; ++i) {
     state->add_outer(s.kr(stage) + i * kKeys, load4(writes + i * kSlice + columns));
   }

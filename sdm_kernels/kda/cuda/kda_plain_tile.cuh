@@ -160,6 +160,7 @@ __device__ __forceinline__ void load_tile(
   if (i < place.rows) {
     load_token(p, place, i, lane, &next);
   }
+#pragma unroll 1
   for (; i < kTile; i += kWarps) {
     const RawToken token = next;
     if (i + kWarps < place.rows) {
@@ -179,9 +180,12 @@ __device__ __forceinline__ void load_tile(
       if (c < K) {
         q[i * K + c] = xq[m];
         k[i * K + c] = xk[m];
-        const float raw = from_raw(in.g.dtype, token.g[m]);
-        decay[i * K + c] = valid ? expf(gate.value(raw, c)) : 1.0f;
+        decay[i * K + c] = from_raw(in.g.dtype, token.g[m]);
       }
+    }
+#pragma unroll 1
+    for (int64_t c = lane; c < K; c += 32) {  // this lane's own
+      decay[i * K + c] = valid ? expf(gate.value(decay[i * K + c], c)) : 1.0f;
     }
     if (lane == 0) {
       beta[i] = strength;
