@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from .conftest import ROOT
 from .helpers.hub_client import REPO_ID, Client
@@ -33,6 +34,10 @@ def workloads():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="the command takes the device of the torch build, and there is no GPU",
+)
 def test_benchmark_runs_and_verifies(sdm, tmp_path):
     variant = Path(sdm.__file__).parent
     files = {f"build/{variant.name}/{path}": data for path, data in files_of(variant).items()}
