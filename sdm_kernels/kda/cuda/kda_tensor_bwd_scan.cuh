@@ -54,10 +54,22 @@ struct OutRow {
   bool live;  // raw holds the row
 };
 
-template <int kBytes>
-__device__ __forceinline__ void copy_to_shared(uint32_t to, const char* from, int threads) {
-  for (int i = static_cast<int>(threadIdx.x) * 16; i < kBytes; i += threads * 16) {
-    copy_async(to + static_cast<uint32_t>(i), from + i);
+// Copies kBytes by all threads of the block, without a loop that counts.
+template <int kBytes, int kThreads>
+__device__ __forceinline__ void copy_to_shared(uint32_t to, const char* from) {
+  constexpr int kTurn = kThreads * 16;
+  const int at = static_cast<int>(threadIdx.x) * 16;
+  to += static_cast<uint32_t>(at);
+  from += at;
+#pragma unroll
+  for (int i = 0; i < kBytes / kTurn; ++i) {
+    copy_async(to + static_cast<uint32_t>(i * kTurn), from + i * kTurn);
+  }
+  if constexpr (kBytes % kTurn != 0) {
+    constexpr int kDone = kBytes / kTurn * kTurn;
+    if (at < kBytes - kDone) {
+      copy_async(to + static_cast<uint32_t>(kDone), from + kDone);
+    }
   }
 }
 
@@ -163,19 +175,19 @@ struct Scan {
 
   // Start the copies from a record; each stage waits for its part.
   __device__ __forceinline__ void copy_first(const char* record) const {
-    copy_to_shared<Keys::kBytes>(base + Memory::kKr, record + Record::kKr, kThreads);
-    copy_to_shared<Square::kBytes>(base + Memory::kScores, record + Record::kScores, kThreads);
+    copy_to_shared<Keys::kBytes, kThreads>(base + Memory::kKr, record + Record::kKr);
+    copy_to_shared<Square::kBytes, kThreads>(base + Memory::kScores, record + Record::kScores);
   }
 
   __device__ __forceinline__ void copy_second(const char* record) const {
-    copy_to_shared<Square::kBytes>(base + Memory::kInverse, record + Record::kInverse, kThreads);
-    copy_to_shared<Keys::kBytes>(base + Memory::kQd, record + Record::kQd, kThreads);
+    copy_to_shared<Square::kBytes, kThreads>(base + Memory::kInverse, record + Record::kInverse);
+    copy_to_shared<Keys::kBytes, kThreads>(base + Memory::kQd, record + Record::kQd);
     static_assert(Record::kBeta == Record::kGamma + kK * 4);
-    copy_to_shared<kK * 4 + kChunk * 4>(base + Memory::kGamma, record + Record::kGamma, kThreads);
+    copy_to_shared<kK * 4 + kChunk * 4, kThreads>(base + Memory::kGamma, record + Record::kGamma);
   }
 
   __device__ __forceinline__ void copy_third(const char* record) const {
-    copy_to_shared<Keys::kBytes>(base + Memory::kKd, record + Record::kKd, kThreads);
+    copy_to_shared<Keys::kBytes, kThreads>(base + Memory::kKd, record + Record::kKd);
   }
 
   // c = sum over the 16-row blocks i >= `first` of tile[i, col..]^T rows[i], for 16 columns `col`.
@@ -238,14 +250,17 @@ struct Scan {
 
   // Copies dS from shared memory to the chunk's record.
   __device__ __forceinline__ void save_state(char* out) const {
-    constexpr int kPieces = Memory::kCols / 8;
-    for (int i = static_cast<int>(threadIdx.x); i < kK * kPieces; i += kThreads) {
-      const int row = i / kPieces, col = i % kPieces * 8;
-      const uint4 piece =
-          *reinterpret_cast<const uint4*>(memory + Memory::kState + State::at(row, col));
-      *reinterpret_cast<uint4*>(
-          out + Out::kStateGrad + (row * kV + slice * Memory::kCols + col) * 2
-      ) = piece;
+    constexpr int kPieces = Memory::kCols / 8;  // of a row
+    constexpr int kTurnRows = kThreads / kPieces;
+    static_assert(kTurnRows % 8 == 0 && kK % kTurnRows == 0);
+    const int row = static_cast<int>(threadIdx.x) / kPieces;
+    const int col = static_cast<int>(threadIdx.x) % kPieces * 8;
+    const char* from = memory + Memory::kState + State::at(row, col);
+    char* to = out + Out::kStateGrad + (row * kV + slice * Memory::kCols + col) * 2;
+#pragma unroll
+    for (int i = 0; i < kK / kTurnRows; ++i) {
+      *reinterpret_cast<uint4*>(to + i * kTurnRows * kV * 2) =
+          *reinterpret_cast<const uint4*>(from + i * kTurnRows * State::kRowBytes);
     }
     if (threadIdx.x % 32 == 0) {
       reinterpret_cast<float*>(
