@@ -66,14 +66,12 @@ __device__ __forceinline__ void value_columns(
   float d_beta[kTile] = {};
   for (int64_t c = thread; c < V; c += kThreads) {
     float y[kTile], by[kTile];
-    with_dtype(p.d_out.dtype, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-#pragma unroll
-      for (int i = 0; i < kTile; ++i) {
-        const int64_t at = from + i * p.d_out.stride[1] + c * p.d_out.stride[3];
-        s.d_out[i * s.stride + c] = i < place.rows ? load_as<T>(p.d_out.data, at) : 0.0f;
-      }
-    });
+#pragma unroll 4
+    for (int i = 0; i < kTile; ++i) {
+      const int64_t at = from + i * p.d_out.stride[1] + c * p.d_out.stride[3];
+      const uint32_t raw = i < place.rows ? load_raw(p.d_out.data, p.d_out.dtype, at) : 0u;
+      s.d_out[i * s.stride + c] = from_raw(p.d_out.dtype, raw);
+    }
 #pragma unroll
     for (int i = kTile - 1; i >= 0; --i) {
       y[i] = p.call.records.du[(slot * kTile + i) * V + c];
@@ -83,23 +81,18 @@ __device__ __forceinline__ void value_columns(
       }
       by[i] = s.beta[i] * y[i];
     }
-    with_dtype(p.call.tokens.v.dtype, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      const int64_t t = place.batch * p.call.dims.T + place.token;
-      T* to = static_cast<T*>(p.d_v) + (t * p.call.dims.HV + place.hv) * V + c;
-#pragma unroll
-      for (int i = 0; i < kTile; ++i) {
-        if (i < place.rows) {
-          to[i * p.call.dims.HV * V] = narrow<T>(by[i]);
-        }
-      }
-    });
 #pragma unroll
     for (int i = 0; i < kTile; ++i) {
       const float r = p.call.records.u[(slot * kTile + i) * V + c];
       d_beta[i] = fmaf(y[i], r, d_beta[i]);
       s.by[i * s.stride + c] = by[i];
       s.u[i * s.stride + c] = s.beta[i] * r;
+    }
+    const int64_t t = place.batch * p.call.dims.T + place.token;
+#pragma unroll 1
+    for (int i = 0; i < place.rows; ++i) {
+      const int64_t to = ((t + i) * p.call.dims.HV + place.hv) * V + c;
+      store_any(p.d_v, p.call.tokens.v.dtype, to, s.by[i * s.stride + c]);
     }
   }
   reduce_scatter<kTile, kTile>(d_beta, thread % 32);

@@ -122,13 +122,15 @@ __global__ void __launch_bounds__(kThreads, 3) kda_plain_prep_kernel(
   const int64_t from = row_of(v, place.batch, place.token, place.hv);
   for (int64_t c = thread; c < V; c += kThreads) {
     float x[kTile];
-    with_dtype(v.dtype, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
+    uint32_t raw[kTile];
 #pragma unroll
-      for (int i = 0; i < kTile; ++i) {
-        x[i] = i < place.rows ? load_as<T>(v.data, from + i * v.stride[1] + c) : 0.0f;
-      }
-    });
+    for (int i = 0; i < kTile; ++i) {
+      raw[i] = i < place.rows ? load_raw(v.data, v.dtype, from + i * v.stride[1] + c) : 0u;
+    }
+#pragma unroll
+    for (int i = 0; i < kTile; ++i) {
+      x[i] = from_raw(v.dtype, raw[i]);
+    }
     solve_column(fb, x);
 #pragma unroll
     for (int i = 0; i < kTile; ++i) {
