@@ -53,6 +53,28 @@ __device__ __forceinline__ void invert_diagonal(const float* lower, float* inver
   }
 }
 
+// c += a b in three tf32 terms. The heads are cut, not rounded, which the tails make good; these
+// are cut by the instruction itself.
+__device__ __forceinline__ void mma_three_terms(
+    float (&c)[4], const float (&a)[4], const float (&b)[2]
+) {
+  constexpr uint32_t kHead = 0xffffe000u;
+  uint32_t a_head[4], a_tail[4], b_head[2], b_tail[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    a_head[i] = __float_as_uint(a[i]) & kHead;
+    a_tail[i] = __float_as_uint(a[i] - __uint_as_float(a_head[i]));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    b_head[i] = __float_as_uint(b[i]) & kHead;
+    b_tail[i] = __float_as_uint(b[i] - __uint_as_float(b_head[i]));
+  }
+  sdm::cuda::mma_tf32(c, a_tail, b_head);
+  sdm::cuda::mma_tf32(c, a_head, b_tail);
+  sdm::cuda::mma_tf32(c, a_head, b_head);
+}
+
 // c += a b for a tile of 16 x 8 over k in [k_begin, k_end), all in shared memory.
 __device__ __forceinline__ void tile_product(
     float (&c)[4], const float* a, const float* b, int b_pitch, int k_begin, int k_end
@@ -63,7 +85,7 @@ __device__ __forceinline__ void tile_product(
     const float* at = a + g * kInversePitch + k + t;
     const float fa[4] = {at[0], at[8 * kInversePitch], at[4], at[8 * kInversePitch + 4]};
     const float fb[2] = {b[(k + t) * b_pitch + g], b[(k + t + 4) * b_pitch + g]};
-    sdm::cuda::mma_f32<3>(c, fa, fb);
+    mma_three_terms(c, fa, fb);
   }
 }
 

@@ -43,8 +43,8 @@ cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t str
   const int64_t channels = params.dims.K / 32;
   cuda::KdaPrepArgs args;
   args.params = params;
-  args.whole_q = kda_rows_aligned(params.tokens.q, 2 * channels);
-  args.whole_k = kda_rows_aligned(params.tokens.k, 2 * channels);
+  args.whole_q = kda_rows_aligned(params.tokens.q, 16);
+  args.whole_k = kda_rows_aligned(params.tokens.k, 16);
   args.whole_g = kda_rows_aligned(params.tokens.g, element_size(params.tokens.g.dtype) * channels);
   const bool bf16 = params.tokens.q.dtype == DType::kBf16;
   if (params.dims.K == 128) {

@@ -2,14 +2,16 @@
 //! @file The token-parallel stage of the tensor path: one block of eight warps makes the record of
 //! one chunk and value head (kda_tensor_records.cuh).
 //!
-//! Warp w owns rows 8w to 8w + 7, a lane K / 32 neighbouring channels of all of them. Decays inside
-//! eight rows are products of factors exp(g) <= 1; over longer spans exp2 of sums. Every score
-//! k_i k_j exp(G_i - G_j) is split at the boundary of a block of rows between j and i, so that both
-//! factors are at most exp(0): no gate overflows, and nothing that a row gets depends on later
-//! rows.
-//!   rows and columns in the same 8 rows: float, pair by pair
-//!   the two halves of 16 rows, split in the middle: tensor cores
-//!   16 rows (a strip) against all columns before them, split at the strip's start: tensor cores
+//! Warp w owns rows 8w to 8w + 7. First a lane takes K / 32 neighbouring channels of all of them:
+//! gates, their sums, and products of decays inside the eight rows, which go through shared memory.
+//! Then it takes one row and a quarter of the channels: keys, queries and all operands. Decays
+//! inside eight rows are products of factors exp(g) <= 1; over longer spans exp2 of sums. Every
+//! score k_i k_j exp(G_i - G_j) is split at the boundary of a block of rows between j and i, so
+//! that both factors are at most exp(0): no gate overflows, and nothing that a row gets depends on
+//! later rows.
+//!   rows and columns in the same 8 rows: a binary tree, split in the middle of 8, 4 and 2 rows
+//!   the two halves of 16 rows: split in the middle
+//!   16 rows (a strip) against all columns before them: split at the strip's start
 #pragma once
 
 #include <cstdint>
@@ -28,6 +30,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   using Record = KdaRecord<kK>;
   constexpr int kChannels = kK / 32;
   constexpr int kPairs = kChannels / 2;
+  using Part = RowPart<kK>;
   extern __shared__ __align__(1024) unsigned char kda_shared[];
   allow_next_kernel();
   const KdaPrepParams& p = args.params;
@@ -41,7 +44,9 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int row0 = warp * 8;
-  const int channel = lane * kChannels;
+  const int channel = lane * kChannels;  // first of the lane's in the first layout
+  const int g = lane / 4;                // row in the second
+  const int t = lane % 4;
   const int64_t token = span.sequence.begin + span.first * kTensorChunk;
   const int64_t left = span.sequence.length - span.first * kTensorChunk;
   const int chunk_rows = static_cast<int>(left < kTensorChunk ? left : kTensorChunk);
@@ -49,43 +54,37 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   const int64_t head = hv / (p.dims.HV / p.dims.H);
   char* record = p.records.data + (slot * p.dims.HV + hv) * p.records.stride;
 
-  uint16_t* operands = reinterpret_cast<uint16_t*>(kda_shared);
   float* lower = reinterpret_cast<float*>(kda_shared + Shared::kLower);
   uint16_t* scores = reinterpret_cast<uint16_t*>(kda_shared + Shared::kScores);
   float* sums = reinterpret_cast<float*>(kda_shared + Shared::kSums);
   float* beta = reinterpret_cast<float*>(kda_shared + Shared::kBeta);
-  float* key_norm = reinterpret_cast<float*>(kda_shared + Shared::kKeyNorm);
-  float* query_norm = reinterpret_cast<float*>(kda_shared + Shared::kQueryNorm);
   uint16_t* key_scores =
       p.key_scores ? reinterpret_cast<uint16_t*>(kda_shared + Shared::kKeyScores) : nullptr;
 
   // Loads.
-  uint32_t q_raw[8][kPairs], k_raw[8][kPairs];
+  Part q, k;
   {
-    const KdaView& q = p.tokens.q;
-    const KdaView& k = p.tokens.k;
-    const int64_t q_offset = span.sequence.batch * q.stride[0] + (token + row0) * q.stride[1] +
-                             head * q.stride[2] + channel;
-    const int64_t k_offset = span.sequence.batch * k.stride[0] + (token + row0) * k.stride[1] +
-                             head * k.stride[2] + channel;
-    load_rows(q_raw, q, q_offset, rows, args.whole_q);
-    load_rows(k_raw, k, k_offset, rows, args.whole_k);
+    const KdaView& from_q = p.tokens.q;
+    const KdaView& from_k = p.tokens.k;
+    q.load_global(
+        static_cast<const uint16_t*>(from_q.data) + span.sequence.batch * from_q.stride[0] +
+            (token + row0 + g) * from_q.stride[1] + head * from_q.stride[2],
+        args.whole_q,
+        g < rows
+    );
+    k.load_global(
+        static_cast<const uint16_t*>(from_k.data) + span.sequence.batch * from_k.stride[0] +
+            (token + row0 + g) * from_k.stride[1] + head * from_k.stride[2],
+        args.whole_k,
+        g < rows
+    );
   }
   float decay[8][kChannels];  // log2 of the decay of each row, then the decay
   {
-    const KdaView& g = p.tokens.g;
-    const int64_t offset = span.sequence.batch * g.stride[0] + (token + row0) * g.stride[1] +
-                           hv * g.stride[2] + channel;
-    switch (p.options.gate) {
-      case KdaGate::kActivated:
-        load_gate_of_type<KdaGate::kActivated>(decay, args, offset, rows, hv, channel);
-        break;
-      case KdaGate::kSoftplus:
-        load_gate_of_type<KdaGate::kSoftplus>(decay, args, offset, rows, hv, channel);
-        break;
-      default:
-        load_gate_of_type<KdaGate::kLowerBound>(decay, args, offset, rows, hv, channel);
-    }
+    const KdaView& gate = p.tokens.g;
+    const int64_t offset = span.sequence.batch * gate.stride[0] + (token + row0) * gate.stride[1] +
+                           hv * gate.stride[2] + channel;
+    load_decays(decay, args, offset, rows, hv, channel);
   }
   if (threadIdx.x < kTensorChunk) {
     const int row = threadIdx.x;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     }
   }
 
-  // Sums over 8 rows, norms.
+  // Sums over 8 rows; decays inside them.
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
     float sum = 0.0f;
@@ -120,159 +119,193 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     }
     sums[warp * kK + channel + c] = sum;
   }
-  float norm = 1.0f;  // of query row lane / 2, then key row lane / 2 - 8
-  if (p.options.l2norm) {
-    float squares[16];
+  {
+    const auto put = [&](int table, int row, const float (&x)[kChannels]) {
+      uint32_t packed[kPairs];
+      pack_pairs(packed, x);
+      store_pairs(
+          kda_shared + Shared::row_offset(table + row, channel / 8) + channel % 8 * 2, packed
+      );
+    };
+    float prefix[8][kChannels], suffix[8][kChannels], level4[8][kChannels], level2[8][kChannels];
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      level4[3][c] = 1.0f;
+      level4[2][c] = decay[3][c];
+      level4[1][c] = decay[2][c] * decay[3][c];
+      level4[0][c] = decay[1][c] * level4[1][c];
+      level4[4][c] = decay[4][c];
+      level4[5][c] = level4[4][c] * decay[5][c];
+      level4[6][c] = level4[5][c] * decay[6][c];
+      level4[7][c] = level4[6][c] * decay[7][c];
+      prefix[0][c] = decay[0][c];
+      suffix[7][c] = 1.0f;
+      suffix[6][c] = decay[7][c];
+      suffix[5][c] = decay[6][c] * decay[7][c];
+      suffix[4][c] = decay[5][c] * suffix[5][c];
+#pragma unroll
+      for (int i = 1; i < 4; ++i) {
+        prefix[i][c] = prefix[i - 1][c] * decay[i][c];
+      }
+#pragma unroll
+      for (int i = 4; i < 8; ++i) {
+        prefix[i][c] = prefix[3][c] * level4[i][c];
+        suffix[i - 4][c] = level4[i - 4][c] * level4[7][c];
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        level2[i][c] = decay[i + 1][c];
+        level2[i + 1][c] = 1.0f;
+        level2[i + 2][c] = decay[i + 2][c];
+        level2[i + 3][c] = decay[i + 2][c] * decay[i + 3][c];
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float q_sum = 0.0f, k_sum = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kPairs; ++c) {
-        const float2 x = unpack_pair<kType>(q_raw[i][c]);
-        const float2 y = unpack_pair<kType>(k_raw[i][c]);
-        q_sum += x.x * x.x;
-        q_sum += x.y * x.y;
-        k_sum += y.x * y.x;
-        k_sum += y.y * y.y;
+      put(Shared::kPrefix, row0 + i, prefix[i]);
+      put(Shared::kSuffix, row0 + i, suffix[i]);
+      put(Shared::kLevel4, row0 + i, level4[i]);
+      put(Shared::kLevel2, row0 + i, level2[i]);
+      if (i % 2 != 0) {
+        put(Shared::kLevel1, warp * 4 + i / 2, decay[i]);
       }
-      squares[i] = q_sum;
-      squares[i + 8] = k_sum;
     }
-    norm = rsqrtf(sum_16(squares) + 1e-6f);
-  }
-  if (lane % 2 == 0) {
-    (lane < 16 ? query_norm : key_norm)[row0 + lane / 2 % 8] = norm;
   }
   __syncthreads();
-
-  // Decay from the chunk's start to the warp's rows, from them to the chunk's end, and, for the
-  // second half of 16 rows, over the first.
-  uint32_t before[kPairs], after[kPairs], over_half[kPairs];
-  exp2_of_sums(before, sums + channel, 0, warp, kK);
-  exp2_of_sums(after, sums + channel, warp + 1, 8, kK);
-  exp2_of_sums(over_half, sums + channel, warp & ~1, warp, kK);
   if (warp == 0) {
     float* gamma = reinterpret_cast<float*>(record + Record::kGamma);
+    float sum[kChannels] = {};
+    add_sums(sum, sums + channel, 0, 8, kK);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        sum += sums[w * kK + channel + c];
-      }
-      gamma[channel + c] = exp2f(sum);
+      gamma[channel + c] = exp2f(sum[c]);
     }
   }
 
-  // Where the lane's channels of row 8 n + i lie (see panel_offset and Shared::operand): the start
-  // of row 8 n, plus i rows, plus their permuted 16-byte piece.
-  char* const record_rows = record + channel / 64 * kPanelBytes + row0 * 128 + channel % 8 * 2;
-  unsigned char* const operand_rows = kda_shared + channel / 64 * 128 + channel % 8 * 2;
-  const auto piece = [&](int i) { return (channel / 8 % 8 ^ i) * 16; };
-  const auto record_row = [&](int i) { return record_rows + i * 128 + piece(i); };
-  const auto operand_row = [&](int row8, int i) {
-    return operand_rows + (row8 + i) * kK * 2 + piece(i);
-  };
-
-  // Rows in order: what meets earlier rows; `behind` decays the earlier keys up to the row.
-  float behind[8][kChannels], from_start[kChannels], pairs[64];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float q_norm = __shfl_sync(0xffffffffu, norm, 2 * i);
-    const float k_norm = __shfl_sync(0xffffffffu, norm, 2 * i + 16);
-    float q[kChannels], k[kChannels];
-#pragma unroll
-    for (int c = 0; c < kPairs; ++c) {
-      const float2 x = unpack_pair<kType>(q_raw[i][c]);
-      const float2 y = unpack_pair<kType>(k_raw[i][c]);
-      q[2 * c] = x.x * q_norm;
-      q[2 * c + 1] = x.y * q_norm;
-      k[2 * c] = y.x * k_norm;
-      k[2 * c + 1] = y.y * k_norm;
-    }
-#pragma unroll
-    for (int j = 0; j < i; ++j) {
-      float kk = 0.0f, qk = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        behind[j][c] *= decay[i][c];
-        kk += k[c] * behind[j][c];
-        qk += q[c] * behind[j][c];
-      }
-      pairs[i * i + j] = kk;
-      pairs[i * i + i + j] = qk;
-    }
-    float qk = 0.0f;
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      qk += q[c] * k[c];
-      behind[i][c] = k[c];
-      from_start[c] = i == 0 ? decay[i][c] : from_start[c] * decay[i][c];
-      q[c] *= from_start[c];
-      k[c] *= from_start[c];
-    }
-    pairs[i * i + 2 * i] = qk;
-    uint32_t k_short[kPairs], q_short[kPairs];
-    pack_pairs(k_short, k);
-    pack_pairs(q_short, q);
-
-    store_scaled(record_row(i) + Record::kKd, k_short, before);
-    store_scaled(record_row(i) + Record::kQd, q_short, before);
-    if (warp >= 2) {
-      store_scaled(operand_row(Shared::kStripKeys + row0 - 16, i), k_short, over_half);
-      store_scaled(operand_row(Shared::kStripQueries + row0 - 16, i), q_short, over_half);
-    }
-    if (warp % 2 != 0) {
-      store_pairs(operand_row(Shared::kHalfRows + warp / 2 * 16, i), k_short);
-      store_pairs(operand_row(Shared::kHalfRows + warp / 2 * 16 + 8, i), q_short);
-    }
-    if (i == 3 || i == 5 || i == 6 || i == 7) {
-      const int number = i == 3 ? 0 : i - 4;
-      float batch[16];
-#pragma unroll
-      for (int n = 0; n < 16; ++n) {
-        batch[n] = pairs[number * 16 + n];
-      }
-      put_pairs(batch, number, beta, lower, scores, key_scores, row0);
+  // Keys and queries; scores inside the 8 rows.
+  const int row = row0 + g;
+  {
+    const float q_norm = q.template normalise<kType>(p.options.l2norm);
+    const float k_norm = k.template normalise<kType>(p.options.l2norm);
+    if (t == 0) {
+      reinterpret_cast<float*>(record + Record::kQueryNorm)[row] = q_norm;
+      reinterpret_cast<float*>(record + Record::kKeyNorm)[row] = k_norm;
     }
   }
-
-  // Keys decayed to the end of the warp's rows, and on to the chunk's end or a strip's start.
-  uint32_t behind_short[8][kPairs];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    pack_pairs(behind_short[i], behind[i]);
-    store_scaled(record_row(i) + Record::kKr, behind_short[i], after);
-    if (warp % 2 == 0) {
-      store_pairs(operand_row(Shared::kHalfColumns + warp / 2 * 8, i), behind_short[i]);
-    }
-  }
-  float between[kChannels] = {};  // log2 of the decay from the warp's end to the strip
+  {
+    float key[2] = {0.0f, 0.0f}, query[2];  // scores of row g with columns 2 t and 2 t + 1
+    float c[4];
+    multiply_rows<kK>(c, k, q, k);
+    query[0] = c[2];
+    query[1] = c[3];
 #pragma unroll 1
-  for (int strip = warp / 2 + 1, w = warp + 1; strip < 4; ++strip) {
-    add_sums(between, sums + channel, w, 2 * strip, kK);
-    w = 2 * strip;
-    float factor[kChannels];
+    for (int level = 1; level < 8; level *= 2) {
+      Part factor;
+      const int table =
+          level == 1 ? Shared::kLevel1 : (level == 2 ? Shared::kLevel2 : Shared::kLevel4);
+      const int at = level == 1 ? warp * 4 + g / 2 : row;
+      factor.load_shared(kda_shared, Shared::row_offset(table + at, t));
+      if (level == 1 && g % 2 == 0) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      factor[c] = fast_exp2(between[c]);
-    }
-    uint32_t factor_short[kPairs];
-    pack_pairs(factor_short, factor);
+        for (int i = 0; i < Part::kPieces * 4; ++i) {
+          factor.x[i] = 0x3c003c00u;  // 1, 1
+        }
+      }
+      const Part keys = k * factor;
+      multiply_rows<kK>(c, keys, q * factor, keys);
+      // The level of a pair is the highest bit in which row and column differ.
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      store_scaled(operand_row(Shared::columns_of(strip) + row0, i), behind_short[i], factor_short);
+      for (int n = 0; n < 2; ++n) {
+        const int differ = g ^ (2 * t + n);
+        if (differ >= level && differ < 2 * level) {
+          key[n] = c[n];
+          query[n] = c[2 + n];
+        }
+      }
     }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int column = 2 * t + n;
+      key[n] = column < g ? key[n] : 0.0f;
+      query[n] = column <= g ? query[n] : 0.0f;
+      lower[row * kInversePitch + row0 + column] = beta[row] * key[n];
+    }
+    const int at = panel_offset(row, row0 + 2 * t);
+    *reinterpret_cast<uint32_t*>(scores + at) = pack_f16(query[0], query[1]);
+    if (key_scores != nullptr) {
+      *reinterpret_cast<uint32_t*>(key_scores + at) = pack_f16(key[0], key[1]);
+    }
+  }
+
+  // Decays between blocks of rows, from the first layout to the second.
+  constexpr int kRow = Shared::kRowBytes;
+  const int before = (Shared::kLevel2 + row0) * kRow;  // the warp is done with its rows there
+  __syncwarp();
+  {
+    const auto put = [&](int at, int begin, int end) {
+      uint32_t packed[kPairs];
+      exp2_of_sums(packed, sums + channel, begin, end, kK);
+      store_pairs(kda_shared + at + channel * 2, packed);
+    };
+    put(before, 0, warp);
+    put(before + kRow, warp + 1, 8);
+    if (warp % 2 != 0 && warp > 1) {
+      put(Shared::factor_over(warp), warp - 1, warp);
+    }
+#pragma unroll 1
+    for (int strip = warp / 2 + 1; strip < 4; ++strip) {
+      put(Shared::factor_to(strip, warp), warp + 1, 2 * strip);
+    }
+  }
+  __syncwarp();
+
+  // The record's matrices; keys and queries from the start of the 8 rows, keys to their end.
+  const int record_row = row * 128 + ((t ^ g) << 4);
+  Part columns, factor;
+  factor.load_shared(kda_shared, Shared::row_offset(Shared::kSuffix + row, t));
+  columns = k * factor;
+  factor.load_shared(kda_shared, Shared::row_offset(Shared::kPrefix + row, t));
+  k = k * factor;
+  q = q * factor;
+  factor.load_shared(kda_shared, before + t * 16);
+  (k * factor).store_record(record + Record::kKd, record_row);
+  (q * factor).store_record(record + Record::kQd, record_row);
+  factor.load_shared(kda_shared, before + kRow + t * 16);
+  (columns * factor).store_record(record + Record::kKr, record_row);
+  __syncthreads();
+
+  // The operands of products between warps' rows.
+  const auto put = [&](const Part& part, int at) {
+    part.store_shared(kda_shared, Shared::row_offset(at + g, t));
+  };
+  if (warp % 2 == 0) {
+    put(columns, Shared::kHalfColumns + warp / 2 * 8);
+  } else {
+    put(k, Shared::kHalfRows + warp / 2 * 16);
+    put(q, Shared::kHalfRows + warp / 2 * 16 + 8);
+    if (warp > 1) {
+      factor.load_shared(kda_shared, Shared::factor_over(warp) + t * 16);
+      k = k * factor;
+      q = q * factor;
+    }
+  }
+  if (warp > 1) {
+    put(k, Shared::kStripKeys + row0 - 16);
+    put(q, Shared::kStripQueries + row0 - 16);
+  }
+#pragma unroll 1
+  for (int strip = warp / 2 + 1; strip < 4; ++strip) {
+    factor.load_shared(kda_shared, Shared::factor_to(strip, warp) + t * 16);
+    put(columns * factor, Shared::columns_of(strip) + row0);
   }
   __syncthreads();
 
   // Scores by tensor cores: 12 pairs of tiles of the strips, 4 tiles between halves of 16 rows,
   // whose second tile of a pair is not used.
-  const int g = lane / 4;
-  const int t = lane % 4;
-  const uint32_t a_lane = lane % 16 * (kK * 2) + ((lane / 16 ^ (lane & 7)) << 4);
-  const uint32_t b_lane =
-      (lane / 16 * 8 + lane % 8) * (kK * 2) + (((lane / 8 & 1) ^ (lane & 7)) << 4);
+  const int swizzle = Shared::swizzle(lane);
+  const uint32_t a_lane = lane % 16 * kRow + ((lane / 16 ^ swizzle) << 4);
+  const uint32_t b_lane = (lane / 16 * 8 + lane % 8) * kRow + (((lane / 8 & 1) ^ swizzle) << 4);
+#pragma unroll 1
   for (int job = warp; job < 16; job += 8) {
     const bool half = job >= 12;
     const int queries = half ? 0 : job % 2;
@@ -285,8 +318,8 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
              : (queries != 0 ? Shared::kStripQueries : Shared::kStripKeys) + (strip - 1) * 16;
     const int b_row =
         half ? Shared::kHalfColumns + (job - 12) * 8 : Shared::columns_of(strip) + tile * 8;
-    const uint32_t a_from = shared_address(operands) + a_row * (kK * 2);
-    const uint32_t b_from = shared_address(operands) + b_row * (kK * 2);
+    const uint32_t a_from = shared_address(kda_shared) + a_row * kRow;
+    const uint32_t b_from = shared_address(kda_shared) + b_row * kRow;
     float c[2][4] = {};
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k) {
@@ -296,7 +329,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
       mma_f16(c[0], a, b[0], b[1]);
       mma_f16(c[1], a, b[2], b[3]);
     }
-    const auto put = [&](int row, int col, float x, float y, bool of_queries) {
+    const auto put_scores = [&](int row, int col, float x, float y, bool of_queries) {
       const uint32_t rounded = pack_f16(x, y);
       if (of_queries) {
         *reinterpret_cast<uint32_t*>(scores + panel_offset(row, col)) = rounded;
@@ -311,14 +344,14 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     if (half) {
       const int row = (job - 12) * 16 + 8 + g;
       const int col = (job - 12) * 16 + 2 * t;
-      put(row, col, c[0][0], c[0][1], false);
-      put(row, col, c[0][2], c[0][3], true);
+      put_scores(row, col, c[0][0], c[0][1], false);
+      put_scores(row, col, c[0][2], c[0][3], true);
     } else {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int col = (tile + n) * 8 + 2 * t;
-        put(strip * 16 + g, col, c[n][0], c[n][1], queries != 0);
-        put(strip * 16 + 8 + g, col, c[n][2], c[n][3], queries != 0);
+        put_scores(strip * 16 + g, col, c[n][0], c[n][1], queries != 0);
+        put_scores(strip * 16 + 8 + g, col, c[n][2], c[n][3], queries != 0);
       }
     }
   }
@@ -328,8 +361,6 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   invert_unit_lower(lower, inverse, reinterpret_cast<float*>(kda_shared + Shared::kScratch));
   if (threadIdx.x < kTensorChunk) {
     reinterpret_cast<float*>(record + Record::kBeta)[threadIdx.x] = beta[threadIdx.x];
-    reinterpret_cast<float*>(record + Record::kKeyNorm)[threadIdx.x] = key_norm[threadIdx.x];
-    reinterpret_cast<float*>(record + Record::kQueryNorm)[threadIdx.x] = query_norm[threadIdx.x];
   }
   for (int i = threadIdx.x; i < kPanelBytes / 16; i += kPrepThreads) {
     reinterpret_cast<uint4*>(record + Record::kScores)[i] = reinterpret_cast<uint4*>(scores)[i];

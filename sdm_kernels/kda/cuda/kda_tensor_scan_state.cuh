@@ -107,6 +107,7 @@ __device__ __forceinline__ void load_initial(
   }
 }
 
+// The state at the start of a chunk: row `row` of the chunk states.
 template <int kK>
 __device__ __forceinline__ void store_chunk_state(
     const ScanState<kK>& state,
@@ -117,35 +118,43 @@ __device__ __forceinline__ void store_chunk_state(
     int64_t column0
 ) {
   const int lane = threadIdx.x % 32;
-  const int64_t K = kK;
+  const int g = lane / 4;
+  const int t = lane % 4;
   const int64_t V = dims.V;
-  const int64_t base = (row * dims.HV + hv) * K * V;
-  const bool v_first = states.v_first;
-  const int64_t stride[4] = {0, 0, v_first ? 1 : V, v_first ? K : 1};
+  const int64_t base = (row * dims.HV + hv) * kK * V;
+  const float low = state.low.inverse;
+  const float high = state.high.inverse;
+  if (states.dtype == DType::kF32) {
+    const int64_t stride[4] = {0, 0, states.v_first ? 1 : V, states.v_first ? kK : 1};
+    float* to = static_cast<float*>(states.data) + base;
+#pragma unroll
+    for (int n = 0; n < kK / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[ScanState<kK>::offset(stride, 0, 0, column0, n, i)] =
+            state.s[n][i] * (i < 2 ? low : high);
+      }
+    }
+    return;
+  }
+  const bool bf16 = states.dtype == DType::kBf16;
+  uint16_t* const to = static_cast<uint16_t*>(states.data) + base;
+  uint16_t* const row_low = to + (column0 + column_of_row(g)) * kK + 2 * t;
+  uint16_t* const row_high = to + (column0 + column_of_row(g + 8)) * kK + 2 * t;
+  uint16_t* const key = to + g * V + column0 + t * 4;
 #pragma unroll
   for (int n = 0; n < kK / 8; ++n) {
-    const float low[2] = {state.s[n][0] * state.low.inverse, state.s[n][1] * state.low.inverse};
-    const float high[2] = {state.s[n][2] * state.high.inverse, state.s[n][3] * state.high.inverse};
-    if (states.dtype == DType::kF32) {
-      float* to = static_cast<float*>(states.data) + base;
-      to[ScanState<kK>::offset(stride, 0, 0, column0, n, 0)] = low[0];
-      to[ScanState<kK>::offset(stride, 0, 0, column0, n, 1)] = low[1];
-      to[ScanState<kK>::offset(stride, 0, 0, column0, n, 2)] = high[0];
-      to[ScanState<kK>::offset(stride, 0, 0, column0, n, 3)] = high[1];
+    const float a[4] = {
+        state.s[n][0] * low, state.s[n][1] * low, state.s[n][2] * high, state.s[n][3] * high
+    };
+    const uint32_t x = bf16 ? pack_bf16(a[0], a[1]) : pack_f16(a[0], a[1]);
+    const uint32_t y = bf16 ? pack_bf16(a[2], a[3]) : pack_f16(a[2], a[3]);
+    if (states.v_first) {
+      *reinterpret_cast<uint32_t*>(row_low + n * 8) = x;
+      *reinterpret_cast<uint32_t*>(row_high + n * 8) = y;
     } else {
-      uint16_t* to = static_cast<uint16_t*>(states.data) + base;
-      const bool bf16 = states.dtype == DType::kBf16;
-      uint32_t x = bf16 ? pack_bf16(low[0], low[1]) : pack_f16(low[0], low[1]);
-      uint32_t y = bf16 ? pack_bf16(high[0], high[1]) : pack_f16(high[0], high[1]);
-      if (v_first) {
-        *reinterpret_cast<uint32_t*>(to + ScanState<kK>::offset(stride, 0, 0, column0, n, 0)) = x;
-        *reinterpret_cast<uint32_t*>(to + ScanState<kK>::offset(stride, 0, 0, column0, n, 2)) = y;
-      } else {
-        x = transpose_matrix(x);
-        y = transpose_matrix(y);
-        *reinterpret_cast<uint2*>(to + (n * 8 + lane / 4) * V + column0 + lane % 4 * 4) =
-            make_uint2(x, y);
-      }
+      *reinterpret_cast<uint2*>(key + n * 8 * V) =
+          make_uint2(transpose_matrix(x), transpose_matrix(y));
     }
   }
 }
