@@ -26,14 +26,44 @@ __device__ __forceinline__ KdaSpan chunk_of_block(const KdaBwdWindow& w) {
   return span;
 }
 
+// What a kernel is compiled for: anything, or the usual types and layouts and one form of the gate.
+// It runs straight through once, so that code that is not needed costs time to fetch.
+enum class Variant { kGeneral, kSoftplus, kLowerBound };
+
+template <DType kType>
+bool is_usual(const KdaBwdTokenParams& p) {
+  return p.common.tokens.g.dtype == kType && p.d_out.dtype == kType && p.d_out.stride[3] == 1 &&
+         p.aligned_v && p.aligned_out && p.aligned_qk && p.chunk_states.dtype == DType::kBf16 &&
+         !p.chunk_states.v_first && p.group_grads == nullptr;
+}
+
+// The parameters with what the variant knows as constants.
+template <DType kType, Variant kVariant>
+__device__ __forceinline__ KdaBwdTokenParams known_params(const KdaBwdTokenParams& in) {
+  KdaBwdTokenParams p = in;
+  if constexpr (kVariant != Variant::kGeneral) {
+    p.common.tokens.g.dtype = kType;
+    p.common.options.gate =
+        kVariant == Variant::kSoftplus ? KdaGate::kSoftplus : KdaGate::kLowerBound;
+    p.d_out.dtype = kType;
+    p.d_out.stride[3] = 1;
+    p.aligned_v = p.aligned_out = p.aligned_qk = true;
+    p.chunk_states.dtype = DType::kBf16;
+    p.chunk_states.v_first = false;
+    p.group_grads = nullptr;
+  }
+  return p;
+}
+
 // Grid: HV, chunks of a sequence (packed: rows), sequences of the window.
-template <int kK, int kV, DType kType>
+template <int kK, int kV, DType kType, Variant kVariant>
 __global__ void __launch_bounds__(8 * kK, 1) kda_bwd_token_kernel(
-    const __grid_constant__ KdaBwdTokenParams p
+    const __grid_constant__ KdaBwdTokenParams params
 ) {
   extern __shared__ __align__(128) char kda_shared[];
   wait_for_previous_kernel();
   allow_next_kernel();
+  const KdaBwdTokenParams p = known_params<kType, kVariant>(params);
   const KdaDims& dims = p.common.dims;
   const unsigned hv = blockIdx.x;
   const KdaSpan span = chunk_of_block(p.common);
@@ -83,10 +113,10 @@ __global__ void __launch_bounds__(8 * kK, 1) kda_bwd_token_kernel(
   tokens.finish();
 }
 
-template <int kK, int kV, DType kType>
+template <int kK, int kV, DType kType, Variant kVariant = Variant::kGeneral>
 cudaError_t launch_tokens(const KdaBwdTokenParams& p, cudaStream_t stream) {
   return launch_blocks(
-      &kda_bwd_token_kernel<kK, kV, kType>,
+      &kda_bwd_token_kernel<kK, kV, kType, kVariant>,
       p,
       p.common.dims.HV,
       p.common.window.num_chunks,
@@ -101,6 +131,14 @@ cudaError_t launch_tokens(const KdaBwdTokenParams& p, cudaStream_t stream) {
 template <DType kType>
 cudaError_t launch_tokens_of_size(const KdaBwdTokenParams& p, cudaStream_t stream) {
   const KdaDims& dims = p.common.dims;
+  if (dims.K == 128 && dims.V == 128 && is_usual<kType>(p)) {
+    if (p.common.options.gate == KdaGate::kLowerBound) {
+      return launch_tokens<128, 128, kType, Variant::kLowerBound>(p, stream);
+    }
+    if (p.common.options.gate == KdaGate::kSoftplus) {
+      return launch_tokens<128, 128, kType, Variant::kSoftplus>(p, stream);
+    }
+  }
   if (dims.K == 128) {
     return dims.V == 128 ? launch_tokens<128, 128, kType>(p, stream)
                          : launch_tokens<128, 64, kType>(p, stream);
