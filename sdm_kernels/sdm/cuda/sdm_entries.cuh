@@ -118,7 +118,7 @@ struct EntryStorage {
   int32_t with_writes[kTileRows], without_writes[kTileRows];  // heads in the rows before
   float beta[kMaxChunk];
   float values[kTile];
-  Word words[kTile];
+  Word words[kTile + 1];  // the first is the one before the tile
   double sums[kTile];
 };
 
@@ -132,8 +132,8 @@ __device__ __forceinline__ void count_heads(EntryStorage<Word>* s, int32_t entri
     const int row = lane * 2 + i;
     const int32_t rest = entries - row * 32;
     const uint32_t inside = rest >= 32 ? ~0u : rest <= 0 ? 0u : (1u << rest) - 1;
-    with[i] = __popc(s->bits.writes[row]);
-    without[i] = __popc(s->bits.heads[row] & inside & ~s->bits.writes[row]);
+    with[i] = __popc(s->bits.writes[row + 1]);
+    without[i] = __popc(s->bits.heads[row + 1] & inside & ~s->bits.writes[row + 1]);
   }
   int32_t with_sum = with[0] + with[1], without_sum = without[0] + without[1];
 #pragma unroll
@@ -160,7 +160,7 @@ struct EntryTile {
   int32_t base;
 
   __device__ __forceinline__ int32_t lane_at(int32_t e) const {
-    return lane_of(p, e >= base ? s.words[e - base] : words[e]);
+    return lane_of(p, e >= base ? s.words[e - base + 1] : words[e]);
   }
 
   // L of write e, which is in the group that begins at `begin`.
@@ -198,24 +198,30 @@ __device__ __forceinline__ void finish_entry(const EntryTile<Word>& tile, int64_
   const SdmRecords& records = p.records;
   const int64_t chunk_at = q * records.n;
   const int32_t i = e - tile.base;
-  const int32_t lane = lane_of(p, s.words[i]);
+  const Word word = s.words[i + 1];
+  const int32_t lane = lane_of(p, word);
   const LaneId id = split_lane(p, lane);
   const float value = s.values[i];
 
   const int32_t head = last_bit(s.bits.heads, i);
   const int32_t begin = head >= 0 ? tile.base + head : s.carry.open_head;
-  const bool with_writes =
-      head >= 0 ? s.bits.writes[head / 32] >> (head % 32) & 1u : s.carry.open_writes != 0;
+  const bool with_writes = head >= 0 ? has_bit(s.bits.writes, head) : s.carry.open_writes != 0;
   const uint32_t up_to = ~0u >> (31 - i % 32);
-  const uint32_t writes = s.bits.writes[i / 32], heads = s.bits.heads[i / 32];
+  const uint32_t writes = s.bits.writes[i / 32 + 1], heads = s.bits.heads[i / 32 + 1];
   const int32_t group =
       with_writes ? s.carry.with_before + s.with_writes[i / 32] + __popc(writes & up_to) - 1
                   : s.carry.with_all + s.carry.without_before + s.without_writes[i / 32] +
                         __popc(heads & ~writes & up_to) - 1;
 
-  const int32_t W = static_cast<int32_t>(p.in.dims.W);
   // writes of earlier tokens (a write pairs with those), of tokens up to its own (a read)
-  const int32_t stop = tile.find_lane(begin, e, (id.write ? id.token : id.token + 1) * W);
+  const int32_t W = static_cast<int32_t>(p.in.dims.W);
+  const int32_t bound_lane = (id.write ? id.token : id.token + 1) * W;
+  int32_t stop = e;
+  if (!with_writes) {
+    stop = begin;
+  } else if (e > begin && lane_of(p, s.words[i]) >= bound_lane) {
+    stop = tile.find_lane(begin, e - 1, bound_lane);
+  }
   int32_t row = id.token;
   double log_decay = 0.0, total = 0.0;
   float post = 0.0f;
@@ -255,7 +261,7 @@ __device__ __forceinline__ void finish_entry(const EntryTile<Word>& tile, int64_
     post_flags = flags(own_writes);
     weight_flags = flags(members);
     records.group[chunk_at + group] =
-        make_int4(slot_of(p, s.words[i]), e, own_writes, members - own_writes);
+        make_int4(slot_of(p, word), e, own_writes, members - own_writes);
     records.group_decay[chunk_at + group] = own_writes > 0 ? times_exp(1.0f, total) : 1.0f;
   }
   const int64_t at = (chunk_at + group) * 2 + (e - begin);
@@ -268,7 +274,7 @@ __device__ __forceinline__ void finish_entry(const EntryTile<Word>& tile, int64_
 
 // Grid: num_q * tiles blocks.
 template <typename Word>
-__global__ void __launch_bounds__(kThreads) sdm_entries_kernel(
+__global__ void __launch_bounds__(kThreads, 4) sdm_entries_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
   constexpr int kItems = kTile / kThreads;
@@ -297,44 +303,59 @@ __global__ void __launch_bounds__(kThreads) sdm_entries_kernel(
       base
   };
   Word word[kItems], before[kItems];
-  double local[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
     const int32_t e = base + (warp * kItems + item) * 32 + lane;
     load_row(tile.words, e, end, &word[item], &before[item]);
-    local[item] = e < end ? tile.local_log[e] : 0.0;
+  }
+  if (thread == 0) {
+    s.bits.clear_ends();
+    s.words[0] = before[0];
   }
   RawFloat raw[kItems];
+  unsigned written = 0;
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    const LaneId id = split_lane(p, lane_of(p, word[item]));
-    const FloatView& view = id.write ? p.in.tokens.write_val : p.in.tokens.read_val;
-    const int32_t e = base + (warp * kItems + item) * 32 + lane;
+    const int row = warp * kItems + item;
+    const int32_t e = base + row * 32 + lane;
+    const EntryKind kind = entry_kind(p, word[item], before[item], e, end);
+    const FloatView& view = kind.id.write ? p.in.tokens.write_val : p.in.tokens.read_val;
+    const int high = high_half(view);
     raw[item] = {0, 0};
     if (e < end) {
-      raw[item] = load_raw(view, token_offset(view, place, id.token) + id.a * view.stride[3]);
+      const char* from = element_at(
+          view, token_offset(view, place, kind.id.token) + kind.id.a * view.stride[3], 2 + high
+      );
+      raw[item].high = __ldg(reinterpret_cast<const unsigned short*>(from + high));
+      if (high != 0) {  // narrow values are one load
+        raw[item].low = __ldg(reinterpret_cast<const unsigned short*>(from));
+      }
     }
+    written |= kind.id.write ? 1u << item : 0u;
+    const unsigned heads = __ballot_sync(kAllLanes, kind.head);
+    const unsigned bounds = __ballot_sync(kAllLanes, kind.bound);
+    const unsigned writes = __ballot_sync(kAllLanes, kind.head && e < end && kind.id.write);
+    if (lane == 0) {
+      s.bits.set_row(row, heads, bounds, writes);
+    }
+    s.words[row * 32 + lane + 1] = word[item];
+  }
+  double local[kItems];
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int32_t e = base + (warp * kItems + item) * 32 + lane;
+    local[item] = e < end ? tile.local_log[e] : 0.0;
   }
   for (int32_t i = thread; i < p.in.dims.C; i += kThreads) {
     s.beta[i] = p.records.beta[at.q * p.in.dims.C + i];
   }
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    const int row = warp * kItems + item;
-    const int32_t e = base + row * 32 + lane;
-    const EntryKind kind = entry_kind(p, word[item], before[item], e, end);
-    const unsigned heads = __ballot_sync(kAllLanes, kind.head);
-    const unsigned bounds = __ballot_sync(kAllLanes, kind.bound);
-    const unsigned writes = __ballot_sync(kAllLanes, kind.head && e < end && kind.id.write);
-    if (lane == 0) {
-      s.bits.heads[row] = heads;
-      s.bits.bounds[row] = bounds;
-      s.bits.writes[row] = writes;
-    }
-    const FloatView& view = kind.id.write ? p.in.tokens.write_val : p.in.tokens.read_val;
-    s.values[row * 32 + lane] = raw_value(view, raw[item]);
-    s.words[row * 32 + lane] = word[item];
-    s.sums[row * 32 + lane] = local[item];
+    const int i = (warp * kItems + item) * 32 + lane;
+    const FloatView& view =
+        (written >> item & 1u) != 0 ? p.in.tokens.write_val : p.in.tokens.read_val;
+    s.values[i] = raw_value(view, raw[item]);
+    s.sums[i] = local[item];
   }
   const int32_t tiles = (end + kTile - 1) / kTile;
   if (warp == 0) {

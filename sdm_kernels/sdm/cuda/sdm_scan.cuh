@@ -49,31 +49,64 @@ __device__ __forceinline__ void load_row(
   *before = e > 0 && e < end ? words[e - 1] : Word{0};
 }
 
-// Bits of the tile's entries, one word for each 32.
+// Bits of the tile's entries, one word for each 32, and a row without any before and after them.
 struct TileBits {
-  uint32_t heads[kTileRows];
-  uint32_t bounds[kTileRows];
-  uint32_t writes[kTileRows];
+  uint32_t heads[kTileRows + 2];
+  uint32_t bounds[kTileRows + 2];
+  uint32_t writes[kTileRows + 2];  // heads that are writes
+
+  __device__ __forceinline__ void clear_ends() {
+    heads[0] = heads[kTileRows + 1] = 0;
+    bounds[0] = bounds[kTileRows + 1] = 0;
+    writes[0] = writes[kTileRows + 1] = 0;
+  }
+
+  __device__ __forceinline__ void set_row(int row, uint32_t head, uint32_t bound, uint32_t write) {
+    heads[row + 1] = head;
+    bounds[row + 1] = bound;
+    writes[row + 1] = write;
+  }
 };
 
-// The first set bit of the tile at or after position i, -1 if there is none.
+// The first set bit of the tile at or after position i, -1 if there is none. Almost always in the
+// row or the next one.
 __device__ __forceinline__ int32_t next_bit(const uint32_t* bits, int32_t i) {
   int32_t row = i / 32;
-  uint32_t rest = row < kTileRows ? bits[row] & (~0u << (i % 32)) : 0u;
-  while (rest == 0 && ++row < kTileRows) {
-    rest = bits[row];
+  if (row >= kTileRows) {
+    return -1;
   }
-  return row < kTileRows ? row * 32 + __ffs(static_cast<int>(rest)) - 1 : -1;
+  const uint64_t two = static_cast<uint64_t>(bits[row + 2]) << 32 | bits[row + 1];
+  const uint64_t rest = two >> (i % 32);
+  if (rest != 0) {
+    return i + __ffsll(static_cast<long long>(rest)) - 1;
+  }
+  for (row += 2; row < kTileRows; ++row) {
+    if (bits[row + 1] != 0) {
+      return row * 32 + __ffs(static_cast<int>(bits[row + 1])) - 1;
+    }
+  }
+  return -1;
 }
 
 // The last set bit of the tile at or before position i, -1 if there is none.
 __device__ __forceinline__ int32_t last_bit(const uint32_t* bits, int32_t i) {
   int32_t row = i / 32;
-  uint32_t rest = bits[row] & (~0u >> (31 - i % 32));
-  while (rest == 0 && --row >= 0) {
-    rest = bits[row];
+  const uint64_t two = static_cast<uint64_t>(bits[row + 1]) << 32 | bits[row];
+  const uint64_t rest = two & (~uint64_t{0} >> (31 - i % 32));
+  if (rest != 0) {
+    return row * 32 + 31 - __clzll(static_cast<long long>(rest));
   }
-  return row >= 0 ? row * 32 + 31 - __clz(static_cast<int>(rest)) : -1;
+  for (row -= 2; row >= 0; --row) {
+    if (bits[row + 1] != 0) {
+      return row * 32 + 31 - __clz(static_cast<int>(bits[row + 1]));
+    }
+  }
+  return -1;
+}
+
+// Whether bit i of the tile is set.
+__device__ __forceinline__ bool has_bit(const uint32_t* bits, int32_t i) {
+  return (bits[i / 32 + 1] >> (i % 32) & 1u) != 0;
 }
 
 // A run of entries: the sum since its last head, or of all of it.
@@ -137,6 +170,9 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   const Word* words = static_cast<const Word*>(p.sorted) + at.q * p.records.n;
   const FloatView& gates = p.in.tokens.g;
 
+  if (thread == 0) {
+    s.bits.clear_ends();
+  }
   // rows of a warp: 32 entries at a time, consecutive
   Word word[kItems], before[kItems];
 #pragma unroll
@@ -165,9 +201,7 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
     heads += __popc(inside);
     with_writes += __popc(writes);
     if (lane == 0) {
-      s.bits.heads[row] = head_bits;
-      s.bits.bounds[row] = bound_bits;
-      s.bits.writes[row] = writes;
+      s.bits.set_row(row, head_bits, bound_bits, writes);
     }
   }
   if (lane == 0) {
@@ -184,7 +218,7 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   __syncthreads();  // gates and bits are there
 
   // now eight consecutive entries a thread
-  const unsigned own_heads = s.bits.heads[thread / 4] >> (thread % 4 * 8) & 0xffu;
+  const unsigned own_heads = s.bits.heads[thread / 4 + 1] >> (thread % 4 * 8) & 0xffu;
   double sums[kItems];
   ScanRun run{0.0, 0};
 #pragma unroll
@@ -236,8 +270,7 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
     state.first_head = first < 0 ? -1 : base + first;
     state.first_bound = bound < 0 ? -1 : base + bound;
     state.last_head = last < 0 ? -1 : base + last;
-    state.last_writes =
-        last < 0 ? 0 : static_cast<int32_t>(s.bits.writes[last / 32] >> (last % 32) & 1u);
+    state.last_writes = last >= 0 && has_bit(s.bits.writes, last);
     p.tile_state[at.q * p.tiles + at.tile] = state;
   }
 }

@@ -107,7 +107,7 @@ __device__ __forceinline__ int64_t token_offset(const View& view, const ChunkPla
 
 // The place of a view's element in memory, for raw loads.
 template <typename View>
-__device__ const __forceinline__ char* element_at(const View& view, int64_t at, int size) {
+const __device__ __forceinline__ char* element_at(const View& view, int64_t at, int size) {
   return static_cast<const char*>(view.data) + at * size;
 }
 
@@ -300,7 +300,7 @@ struct PlaceStorage {
 
 // Grid: num_q * sort_tiles blocks.
 template <typename Word, bool kFirst>
-__global__ void __launch_bounds__(kThreads) sdm_sort_place_kernel(
+__global__ void __launch_bounds__(kThreads, sizeof(Word) == 4 ? 4 : 2) sdm_sort_place_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
   __shared__ PlaceStorage<Word> s;
@@ -315,16 +315,17 @@ __global__ void __launch_bounds__(kThreads) sdm_sort_place_kernel(
   for (int w = 0; w < kWarps; ++w) {
     s.ranks[w][thread] = 0;
   }
+  Word words[kSortItems];
+  const unsigned used = load_words<Word, kFirst>(p, place, at, words);
   // words of this thread's digit in the tiles before, in all tiles
   uint32_t before = 0, all = 0;
   const uint32_t* digits = p.digits + at.q * p.sort_tiles * kDigits + thread;
+#pragma unroll 8
   for (int32_t t = 0; t < p.sort_tiles; ++t) {
     const uint32_t count = digits[t * kDigits];
     before += t < at.tile ? count : 0;
     all += count;
   }
-  Word words[kSortItems];
-  const unsigned used = load_words<Word, kFirst>(p, place, at, words);
   const uint32_t digit_base = block_sum_before(all, s.warps);
   if (kFirst && at.tile == 0 && thread == kThreads - 1) {
     p.num_entries[at.q] = static_cast<int32_t>(digit_base + all);
