@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(8 * kK, 1) kda_bwd_token_kernel(
   {
     TokenLoads<kK, kV> loads;
     loads.load(b);
-    __syncthreads();  // the maxima are 0
-    loads.find_maxima(b);
     load_state_grad(b);
     load_values<kK, kV, kType>(b);
+    __syncthreads();  // the maxima are 0
+    loads.find_maxima(b);
     __syncthreads();
     loads.store(b);
   }
