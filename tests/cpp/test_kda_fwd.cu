@@ -288,18 +288,18 @@ std::vector<Case> all_cases() {
   // So many heads that a window holds few chunks.
   c = base;
   c.T = 330;
-  c.H = 50;
-  c.HV = 100;
+  c.H = 100;
+  c.HV = 200;
   c.K = 64;
   c.V = 64;
   add("two windows", c);
   c.lengths = {65, 0, 1, 140, 0, 124};
-  add("packed, three windows", c);
+  add("packed, four windows", c);
   c.lengths.clear();
   c.B = 5;
   c.T = 200;
   c.H = 60;
-  c.HV = 60;
+  c.HV = 120;
   add("two groups of two windows", c);
   return cases;
 }
@@ -346,7 +346,7 @@ void time_shape(int64_t B, int64_t T, int64_t H, bool states) {
   // The preparation alone, in windows of the same size.
   KdaPrepParams prep{d, p.base.options, p.base.tokens, {}, {}, {}, false};
   prep.records = {reinterpret_cast<char*>(workspace.data), KdaRecord<128>::kForwardBytes};
-  const KdaWindowPlan plan = kda_window_plan(d, false, 396);
+  const KdaWindowPlan plan = kda_window_plan(d, false, 792);
 
   cudaEvent_t start, stop;
   check(cudaEventCreate(&start), "event");

@@ -13,9 +13,9 @@
 namespace sdm::kda {
 namespace {
 
-// Records of a window: 26 MB at K = 128, so that those being read and those being written stay in
-// the 50 MB second-level cache, and three blocks for each of 132 multiprocessors.
-constexpr int64_t kWindowRecords = 396;
+// Records of a window: three for each place of a preparing block on 132 multiprocessors, so that
+// little of the last round is idle; 52 MB at K = 128.
+constexpr int64_t kWindowRecords = 792;
 
 // The preparation of a window overlaps the scan of the one before, which reads the other buffer.
 constexpr int64_t kBuffers = 2;
