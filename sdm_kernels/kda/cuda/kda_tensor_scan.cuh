@@ -73,23 +73,29 @@ __device__ __forceinline__ void load_values(
     uint32_t (&v)[8][2], const KdaScanArgs& args, const uint16_t* from, int left
 ) {
   const int64_t step = 8 * args.v.stride[1];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    v[n][0] = 0;
+    v[n][1] = 0;
+  }
   if (args.whole_v) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      v[n][0] = 0;
-      v[n][1] = 0;
       if (8 * n < left) {
-        load_pairs<2>(v[n], from + n * step, true);
+        load_pairs<2>(v[n], from, true);
       }
+      from += step;
     }
   } else {
-#pragma unroll
+#pragma unroll 1
     for (int n = 0; n < 8; ++n) {
-      v[n][0] = 0;
-      v[n][1] = 0;
-      if (8 * n < left) {
-        load_pairs<2>(v[n], from + n * step, false);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // registers have no index: every turn writes one of them
+        if (i == n && 8 * n < left) {
+          load_pairs<2>(v[i], from, false);
+        }
       }
+      from += step;
     }
   }
 }
@@ -164,14 +170,17 @@ __global__ void __launch_bounds__(kScanThreads, 2) kda_scan_kernel(const KdaScan
                   column0 + t * 4;
   uint32_t v[8][2];
   load_values(v, args, v_from, rows);
+  const int64_t out_step = 8 * args.dims.HV * args.dims.V;
   const auto store_out = [&](const float (&o)[8][4], int left, float low, float high) {
+    uint16_t* to = out;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const uint32_t x = transpose_matrix(pack_pair<kType>(o[n][0] * low, o[n][1] * low));
       const uint32_t y = transpose_matrix(pack_pair<kType>(o[n][2] * high, o[n][3] * high));
       if (8 * n < left) {
-        *reinterpret_cast<uint2*>(out + 8 * n * args.dims.HV * args.dims.V) = make_uint2(x, y);
+        *reinterpret_cast<uint2*>(to) = make_uint2(x, y);
       }
+      to += out_step;
     }
   };
 
