@@ -45,8 +45,8 @@ __device__ __forceinline__ float pair_term(float later, float earlier, double x)
 // s_row[column] += term for all active lanes, equal columns in lane order. All lanes call it.
 __device__ __forceinline__ void add_terms(float* s_row, bool active, int column, float term) {
   const unsigned lane = threadIdx.x % 32;
-  // idle lanes get columns of their own, which no active lane has
-  const unsigned peers = __match_any_sync(kAllLanes, active ? column : -1 - static_cast<int>(lane));
+  const unsigned peers =
+      match_bits<8>(static_cast<unsigned>(column), __ballot_sync(kAllLanes, active));
   const int rank = active ? __popc(peers & ((1u << lane) - 1)) : -1;
   for (int round = 0; __any_sync(kAllLanes, rank >= round); ++round) {
     if (rank == round) {
