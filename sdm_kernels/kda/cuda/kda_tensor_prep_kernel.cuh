@@ -319,7 +319,9 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     const int b_row =
         half ? Shared::kHalfColumns + (job - 12) * 8 : Shared::columns_of(strip) + tile * 8;
     const uint32_t a_from = shared_address(kda_shared) + a_row * kRow;
-    const uint32_t b_from = shared_address(kda_shared) + b_row * kRow;
+    // There is nothing of its own behind the last half: the second tile repeats the first.
+    const uint32_t b_from =
+        shared_address(kda_shared) + (b_row - (half ? lane / 16 * 8 : 0)) * kRow;
     float c[2][4] = {};
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k) {
