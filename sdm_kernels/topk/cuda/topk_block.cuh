@@ -51,7 +51,7 @@ __device__ __forceinline__ void find_digit(BlockShared& shared, int want, int la
   for (int b = 0; b < kPerLane; ++b) {
     total += static_cast<int>(shared.buckets[last - b]);
   }
-  const int upto = scan_lanes<kWarp>(total, lane);
+  const int upto = scan_lanes<kWarp>(total);
   int above = upto - total;
   if (above < want && upto >= want) {
     int bucket = last;

@@ -65,6 +65,7 @@ struct DeviceFwdParams {
   const void* scores;  // rows of num_columns, dense
   void* values;        // [num_rows, num_selected]
   void* indices;       // [num_rows, num_selected]
+  int64_t first_row;   // of this launch
   int64_t num_rows;
   int32_t num_selected;  // kk
   int32_t num_factors;   // F
@@ -93,6 +94,12 @@ struct DeviceBwdParams {
 
 // Kernel parameters end at 4 KB.
 static_assert(sizeof(DeviceFwdParams) <= 4096 && sizeof(DeviceBwdParams) <= 4096);
+
+// The warp-per-row kernels (topk_pair_<dtype>.cu): two factors of at most 1024 columns, at most 256
+// selected.
+cudaError_t launch_topk_pair_f32(const DeviceFwdParams& params, cudaStream_t stream);
+cudaError_t launch_topk_pair_bf16(const DeviceFwdParams& params, cudaStream_t stream);
+cudaError_t launch_topk_pair_f16(const DeviceFwdParams& params, cudaStream_t stream);
 
 // Blocks of a launch with one item per block; kernels stride over what is left.
 inline unsigned int grid_size(int64_t items) {

@@ -10,50 +10,24 @@
 #include "sdm_kernels/topk/cuda/topk_block.cuh"
 #include "sdm_kernels/topk/cuda/topk_cuda.h"
 #include "sdm_kernels/topk/cuda/topk_device.cuh"
-#include "sdm_kernels/topk/cuda/topk_pair.cuh"
 
 namespace sdm {
 namespace {
 
-template <typename T, int kCols, int kSelect>
-cudaError_t launch_pair(const topk::DeviceFwdParams& params, cudaStream_t stream) {
-  using Traits = topk::PairTraits<T, kCols, kSelect>;
-  const unsigned int grid = topk::grid_size(ceil_div(params.num_rows, topk::kPairWarps));
-  topk::topk_pair_kernel<Traits><<<grid, topk::kPairWarps * topk::kWarp, 0, stream>>>(params);
-  return cudaGetLastError();
-}
+// Largest factors and k of the warp-per-row kernel.
+constexpr int32_t kMaxPairWidth = 1024;
+constexpr int32_t kMaxPairSelected = 256;
 
-template <typename T, int kCols>
-cudaError_t launch_pair_select(const topk::DeviceFwdParams& params, cudaStream_t stream) {
-  if (params.num_selected <= 32) {
-    return launch_pair<T, kCols, 32>(params, stream);
-  }
-  if (params.num_selected <= 64) {
-    return launch_pair<T, kCols, 64>(params, stream);
-  }
-  if (params.num_selected <= 128) {
-    return launch_pair<T, kCols, 128>(params, stream);
-  }
-  return launch_pair<T, kCols, 256>(params, stream);
+bool fits_pair(const topk::DeviceFwdParams& params) {
+  return params.num_factors == 2 && params.num_selected <= kMaxPairSelected &&
+         std::max(params.widths[0], params.widths[1]) <= kMaxPairWidth;
 }
 
 template <typename T>
-cudaError_t launch(const topk::DeviceFwdParams& params, cudaStream_t stream) {
-  constexpr int kMaxPairWidth = 1024;
-  constexpr int kMaxPairSelected = 256;
-  const int32_t widest = std::max(params.widths[0], params.widths[1]);
-  if (params.num_factors != 2 || widest > kMaxPairWidth || params.num_selected > kMaxPairSelected) {
-    const unsigned int grid = topk::grid_size(params.num_rows);
-    topk::topk_block_kernel<T><<<grid, topk::kBlockThreads, 0, stream>>>(params);
-    return cudaGetLastError();
-  }
-  if (widest <= 256) {
-    return launch_pair_select<T, 16>(params, stream);
-  }
-  if (widest <= 512) {
-    return launch_pair_select<T, 32>(params, stream);
-  }
-  return launch_pair_select<T, 64>(params, stream);
+cudaError_t launch_block(const topk::DeviceFwdParams& params, cudaStream_t stream) {
+  const unsigned int grid = topk::grid_size(params.num_rows);
+  topk::topk_block_kernel<T><<<grid, topk::kBlockThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 // All rows and both factors of a pair start at multiples of 16 bytes.
@@ -97,13 +71,16 @@ cudaError_t launch_topk_fwd(const TopkFwdParams& params, cudaStream_t stream) {
     }
     device.widths[f] = static_cast<int32_t>(params.factor_dims[f]);
   }
+  const bool pair = fits_pair(device);
   switch (params.dtype) {
     case DType::kF32:
-      return launch<float>(device, stream);
+      return pair ? topk::launch_topk_pair_f32(device, stream)
+                  : launch_block<float>(device, stream);
     case DType::kBf16:
-      return launch<Bf16>(device, stream);
+      return pair ? topk::launch_topk_pair_bf16(device, stream)
+                  : launch_block<Bf16>(device, stream);
     case DType::kF16:
-      return launch<F16>(device, stream);
+      return pair ? topk::launch_topk_pair_f16(device, stream) : launch_block<F16>(device, stream);
     default:
       return cudaErrorInvalidValue;
   }

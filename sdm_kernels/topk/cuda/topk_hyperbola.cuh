@@ -2,8 +2,8 @@
 //! @file The pairs of ranks (i, j) with (i + 1) * (j + 1) <= c: candidates of the warp kernel.
 //!
 //! One table per upper limit of c, in row order: lanes next to each other then read scores that are
-//! next to each other. An entry is i | j << 8 | ((i + 1) * (j + 1) - 1) << 16, so that a smaller c
-//! takes the entries below c << 16.
+//! next to each other. An entry is 4 * i | 4 * j << 10 | ((i + 1) * (j + 1) - 1) << 20, so that
+//! ranks are offsets in bytes and a smaller c takes the entries below c << 20.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,13 @@ constexpr int count_pairs(int limit) {
   return count;
 }
 
+constexpr uint32_t kNoPair = 0xfff00000u;
+
 template <int kLimit>
 struct Hyperbola {
   // Per lane; entries behind the last pair are beyond every c.
-  static constexpr int kPerLane = (count_pairs(kLimit) + kWarp - 1) / kWarp;
+  static constexpr int kCount = count_pairs(kLimit);
+  static constexpr int kPerLane = (kCount + kWarp - 1) / kWarp;
 
   uint32_t entries[kPerLane * kWarp];
 };
@@ -34,11 +37,11 @@ constexpr Hyperbola<kLimit> make_hyperbola() {
   int at = 0;
   for (int i = 1; i <= kLimit; ++i) {
     for (int j = 1; i * j <= kLimit; ++j) {
-      table.entries[at++] = static_cast<uint32_t>((i - 1) | (j - 1) << 8 | (i * j - 1) << 16);
+      table.entries[at++] = static_cast<uint32_t>((i - 1) << 2 | (j - 1) << 12 | (i * j - 1) << 20);
     }
   }
   for (; at < Hyperbola<kLimit>::kPerLane * kWarp; ++at) {
-    table.entries[at] = 0xffff0000u;
+    table.entries[at] = kNoPair;
   }
   return table;
 }
@@ -63,11 +66,31 @@ const __device__ __forceinline__ uint32_t* hyperbola() {
 }
 
 __device__ __forceinline__ int pair_first(uint32_t entry) {
-  return static_cast<int>(entry & 0xffu);
+  return static_cast<int>((entry >> 2) & 0xffu);
 }
 
 __device__ __forceinline__ int pair_second(uint32_t entry) {
-  return static_cast<int>((entry >> 8) & 0xffu);
+  return static_cast<int>((entry >> 12) & 0xffu);
+}
+
+// What comes before every entry with more than `num_sums` pairs up to it.
+__device__ __forceinline__ uint32_t pairs_end(int num_sums) {
+  return static_cast<uint32_t>(num_sums) << 20;
+}
+
+// The elements of two lists at the ranks of an entry.
+template <typename Element>
+__device__ __forceinline__ Element at_first(const Element* list, uint32_t entry) {
+  static_assert(sizeof(Element) == 4);
+  return *reinterpret_cast<const Element*>(reinterpret_cast<const char*>(list) + (entry & 0x3fcu));
+}
+
+template <typename Element>
+__device__ __forceinline__ Element at_second(const Element* list, uint32_t entry) {
+  static_assert(sizeof(Element) == 4);
+  return *reinterpret_cast<const Element*>(
+      reinterpret_cast<const char*>(list) + (entry >> 10 & 0x3fcu)
+  );
 }
 
 }  // namespace sdm::topk

@@ -21,8 +21,6 @@
 
 namespace sdm::topk {
 
-constexpr int kPairWarps = 4;  // per block
-
 // The sums of this lane as keys, kLowestKey where the hyperbola of num_sums has no pair.
 template <typename Traits, int kSums>
 __device__ __forceinline__ void make_sums(
@@ -34,19 +32,23 @@ __device__ __forceinline__ void make_sums(
     int32_t (&keys)[kSums]
 ) {
   const uint32_t* table = hyperbola<Traits::kMaxSelected>();
-  const uint32_t end = static_cast<uint32_t>(num_sums) << 16;
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
     const uint32_t entry = __ldg(table + s * kWarp + lane);
-    const float sum =
-        __fadd_rn(shared.scores[0][pair_first(entry)], shared.scores[1][pair_second(entry)]);
-    keys[s] = entry < end ? order_key(sum) : kLowestKey;
+    keys[s] =
+        fast_key(__fadd_rn(at_first(shared.scores[0], entry), at_second(shared.scores[1], entry)));
   }
-  if (bound == kNegInfKey) {  // ranks behind the lists would count as -inf
+  constexpr int kLastLanes = Hyperbola<Traits::kMaxSelected>::kCount % kWarp;
+  if (kLastLanes != 0 && lane >= kLastLanes) {
+    keys[kSums - 1] = kLowestKey;  // behind the end of the table
+  }
+  // Fewer sums than the table is for; or ranks behind the lists would count as -inf.
+  if (num_sums != Traits::kMaxSelected || bound == kNegInfKey) {
 #pragma unroll
     for (int s = 0; s < kSums; ++s) {
       const uint32_t entry = __ldg(table + s * kWarp + lane);
-      if (pair_first(entry) >= counts[0] || pair_second(entry) >= counts[1]) {
+      if (entry >= pairs_end(num_sums) || pair_first(entry) >= counts[0] ||
+          pair_second(entry) >= counts[1]) {
         keys[s] = kLowestKey;
       }
     }
@@ -57,9 +59,9 @@ __device__ __forceinline__ void make_sums(
 template <typename Traits, int kSums>
 __device__ __forceinline__ int32_t
 cut_sums(PairWarp<Traits>& shared, int num_sums, int32_t bound, int lane, int32_t (&keys)[kSums]) {
-  const int32_t most = order_key(__fadd_rn(shared.scores[0][0], shared.scores[1][0]));
+  const int32_t most = fast_key(__fadd_rn(shared.scores[0][0], shared.scores[1][0]));
   const Cut cut =
-      warp_cut<kSums>([&](int s) { return keys[s]; }, num_sums, bound, most, shared.buckets, lane);
+      warp_cut<kSums>([&](int s) { return keys[s]; }, num_sums, bound, most, shared.search, lane);
   if (cut.num_ge == num_sums) {
     return cut.value;
   }
@@ -67,7 +69,7 @@ cut_sums(PairWarp<Traits>& shared, int num_sums, int32_t bound, int lane, int32_
   const uint32_t* table = hyperbola<Traits::kMaxSelected>();
   const auto payload = [&](int s) {
     const uint32_t entry = __ldg(table + s * kWarp + lane);
-    return keys[s] == cut.value ? tie_payload(pair_first(entry), pair_second(entry)) : -1;
+    return keys[s] == cut.value ? tie_payload(pair_first(entry), pair_second(entry)) : kLowestKey;
   };
   int above = 0;
 #pragma unroll
@@ -77,7 +79,7 @@ cut_sums(PairWarp<Traits>& shared, int num_sums, int32_t bound, int lane, int32_
   above = __reduce_add_sync(kFullMask, above);
   const int32_t most_payload = tie_payload(kMaxTopk - 1, 0);
   const int32_t least =
-      warp_cut<kSums>(payload, num_sums - above, 0, most_payload, shared.buckets, lane).value;
+      warp_cut<kSums>(payload, num_sums - above, 0, most_payload, shared.search, lane).value;
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
     const int32_t own = payload(s);
@@ -95,14 +97,12 @@ __device__ __forceinline__ void pick_pairs(
   int count = 0;
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
-    count += keys[s] >= cut ? 1 : 0;
+    add_if_ge(count, keys[s], cut, 1);
   }
-  uint32_t* picks = shared.picks + (scan_lanes<kWarp>(count, lane) - count);
+  SharedWriter writer(shared.picks + (scan_lanes<kWarp>(count) - count));
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
-    if (keys[s] >= cut) {
-      *picks++ = __ldg(table + s * kWarp + lane);
-    }
+    writer.push_if_ge(__ldg(table + s * kWarp + lane), keys[s], cut);
   }
   __syncwarp();  // the picks are complete
 }
@@ -162,11 +162,12 @@ __device__ __forceinline__ void write_slots(
     words[r] = 0;
     if (place < num_selected) {
       const uint32_t entry = shared.picks[place];
-      const int i = pair_first(entry);
-      const int j = pair_second(entry);
-      const int id = shared.columns[0][i] * widths[1] + shared.columns[1][j];
+      const int id =
+          at_first(shared.columns[0], entry) * widths[1] + at_second(shared.columns[1], entry);
       words[r] = ~(static_cast<uint32_t>(id) << 8 | static_cast<uint32_t>(place));
-      shared.picks[place] = float_bits(__fadd_rn(shared.scores[0][i], shared.scores[1][j]));
+      shared.picks[place] = float_bits(
+          __fadd_rn(at_first(shared.scores[0], entry), at_second(shared.scores[1], entry))
+      );
     }
   }
   sort_descending<kWarp>(words, lane);
@@ -210,9 +211,9 @@ __device__ __forceinline__ void select_row(
   const int32_t bound = sum_bound<Traits>(columns, num_selected, shared, lane);
   PairHalf half;
   half.low = column_bound(bound, shared.maxima[1 - own][0]);
-  half.most = order_key(shared.maxima[own][0]);
+  half.most = fast_key(shared.maxima[own][0]);
   const uint32_t range = static_cast<uint32_t>(half.most) - static_cast<uint32_t>(half.low);
-  half.shift = max(0, Traits::kColumnBits - __clz(static_cast<int>(range)));
+  half.shift = min(31, __clz(static_cast<int>(range)));
   __syncwarp();  // the maxima have been read: the buckets may replace them
   keep_columns<Traits>(columns, scores, widths, num_selected, half, shared, lane);
   const int counts[2] = {
@@ -246,25 +247,28 @@ __device__ __forceinline__ void select_row(
   );
 }
 
-// Registers for 32 warps of a multiprocessor where the row is small enough.
+// Blocks that a multiprocessor takes at most.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870)
+constexpr int kMaxBlocks = 16;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kMaxBlocks = 24;
+#else
+constexpr int kMaxBlocks = 32;
+#endif
+
+// One warp per block, so that addresses in shared memory are constants; small rows get by with the
+// 64 registers that 32 blocks leave them.
 template <typename Traits>
 constexpr int pair_blocks() {
-  return Traits::kColumns == 16 && Traits::kMaxSelected <= 64 ? 8 : 4;
+  return Traits::kColumns <= 32 && Traits::kMaxSelected <= 64 ? kMaxBlocks : 16;
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(kPairWarps* kWarp, pair_blocks<Traits>()) topk_pair_kernel(
+__global__ void __launch_bounds__(kWarp, pair_blocks<Traits>()) topk_pair_kernel(
     const __grid_constant__ DeviceFwdParams params
 ) {
-  __shared__ PairWarp<Traits> warps[kPairWarps];
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kPairWarps;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kPairWarps + warp; row < params.num_rows;
-       row += step) {
-    select_row<Traits>(params, row, warps[warp], lane);
-    __syncwarp();  // the next row writes what the last lanes read
-  }
+  __shared__ PairWarp<Traits> shared;
+  select_row<Traits>(params, params.first_row + blockIdx.x, shared, static_cast<int>(threadIdx.x));
 }
 
 }  // namespace sdm::topk

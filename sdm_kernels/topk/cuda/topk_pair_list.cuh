@@ -45,7 +45,7 @@ struct alignas(16) PairWarp {
 
   // Before the first cut: the lane maxima of both factors, descending.
   union {
-    uint32_t buckets[kNumBuckets];
+    CutShared search;
     float maxima[2][kWarp];
   };
 
@@ -56,7 +56,7 @@ struct alignas(16) PairWarp {
 struct PairHalf {
   int32_t low;   // keys below it are dropped
   int32_t most;  // largest key
-  int shift;     // of (key - low) in the words that are sorted
+  int shift;     // of (key - low) in the words that are sorted: its highest bit comes to the top
   int count;     // columns kept
 };
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_columns(
       }
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        keys[e + v] = inside ? order_key(to_f32(vector.scores[v])) : kLowestKey;
+        keys[e + v] = inside ? fast_key(to_f32(vector.scores[v])) : kLowestKey;
       }
     }
     return;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_columns(
 #pragma unroll
   for (int e = 0; e < Traits::kColumns; ++e) {
     const int column = column_of<Traits>(sub, e);
-    keys[e] = column < width ? order_key(to_f32(factor[column])) : kLowestKey;
+    keys[e] = column < width ? fast_key(to_f32(factor[column])) : kLowestKey;
   }
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ int32_t sum_bound(
   const int rank = static_cast<int>(quotient);
   int32_t bound = kNegInfKey;
   if (rank <= kWarp) {
-    bound = order_key(__fadd_rn(shared.maxima[0][lane], shared.maxima[1][rank - 1]));
+    bound = fast_key(__fadd_rn(shared.maxima[0][lane], shared.maxima[1][rank - 1]));
   }
   return __reduce_max_sync(kFullMask, bound);
 }
@@ -142,15 +142,19 @@ __device__ __forceinline__ int32_t column_bound(int32_t bound, float best_partne
     return kNegInfKey;
   }
   const float margin = fabsf(sum) * 0x1p-22f + fabsf(difference) * 0x1p-22f + 0x1p-146f;
-  return max(order_key(__fsub_rn(difference, margin)) - 1, kNegInfKey);
+  return max(fast_key(__fsub_rn(difference, margin)) - 1, kNegInfKey);
 }
 
-// The word that stands for a column while its factor is sorted: the key above `low`, without the
-// lowest `shift` bits so that it fits, and the column.
+// The word that stands for a column while its factor is sorted: the key above `low`, shifted to the
+// top, and the column in the place of the lowest bits. Exact if shift >= kColumnBits.
 template <typename Traits>
-__device__ __forceinline__ uint32_t sort_word(int32_t key, int32_t low, int shift, int column) {
-  const uint32_t above = static_cast<uint32_t>(key) - static_cast<uint32_t>(low);
-  return above >> shift << Traits::kColumnBits | static_cast<uint32_t>(column);
+__device__ __forceinline__ uint32_t sort_word(int32_t key, const PairHalf& half, int column) {
+  constexpr uint32_t kColumnMask = (1u << Traits::kColumnBits) - 1u;
+  // (key - low) << shift as one multiplication and addition.
+  const uint32_t scale = 1u << half.shift;
+  const uint32_t above =
+      static_cast<uint32_t>(key) * scale - static_cast<uint32_t>(half.low) * scale;
+  return (above & ~kColumnMask) | static_cast<uint32_t>(column);
 }
 
 // A factor of which too many columns reach the bound (equal scores, infinities, heavy tails): keeps
@@ -162,7 +166,7 @@ __device__ __noinline__ void keep_best(
     int want,
     PairHalf half,
     uint32_t* kept,
-    uint32_t* buckets,
+    CutShared& search,
     int lane
 ) {
   constexpr int kRegs = Traits::kMaxWidth / kWarp;
@@ -170,10 +174,10 @@ __device__ __noinline__ void keep_best(
 #pragma unroll
   for (int r = 0; r < kRegs; ++r) {
     const int column = lane + r * kWarp;
-    keys[r] = column < width ? order_key(to_f32(factor[column])) : kLowestKey;
+    keys[r] = column < width ? fast_key(to_f32(factor[column])) : kLowestKey;
   }
   const Cut cut =
-      warp_cut<kRegs>([&](int r) { return keys[r]; }, want, half.low, half.most, buckets, lane);
+      warp_cut<kRegs>([&](int r) { return keys[r]; }, want, half.low, half.most, search, lane);
   int32_t first_tied = 0;  // of the columns with the key of the cut, those from here on
   if (cut.num_ge > want) {
     int above = 0;
@@ -183,11 +187,11 @@ __device__ __noinline__ void keep_best(
     }
     above = __reduce_add_sync(kFullMask, above);
     first_tied = warp_cut<kRegs>(
-                     [&](int r) { return keys[r] == cut.value ? lane + r * kWarp : -1; },
+                     [&](int r) { return keys[r] == cut.value ? lane + r * kWarp : kLowestKey; },
                      want - above,
                      0,
                      width - 1,
-                     buckets,
+                     search,
                      lane
     )
                      .value;
@@ -201,11 +205,11 @@ __device__ __noinline__ void keep_best(
     keys[r] = keep ? keys[r] : kLowestKey;
     count += keep ? 1 : 0;
   }
-  int at = scan_lanes<kWarp>(count, lane) - count;
+  int at = scan_lanes<kWarp>(count) - count;
 #pragma unroll
   for (int r = 0; r < kRegs; ++r) {
     if (keys[r] != kLowestKey) {
-      kept[at++] = sort_word<Traits>(keys[r], half.low, half.shift, lane + r * kWarp);
+      kept[at++] = sort_word<Traits>(keys[r], half, lane + r * kWarp);
     }
   }
 }
@@ -225,18 +229,17 @@ __device__ __forceinline__ void keep_columns(
   int count = 0;
 #pragma unroll
   for (int e = 0; e < Traits::kColumns; ++e) {
-    count += keys[e] >= half.low ? 1 : 0;
+    add_if_ge(count, keys[e], half.low, 1);
   }
-  const int upto = scan_lanes<kHalf>(count, lane);
+  const int upto = scan_lanes<kHalf>(count);
   half.count = __shfl_sync(kFullMask, upto, kHalf - 1, kHalf);
   const bool overflows = half.count > Traits::kList;
   if (!overflows) {
-    uint32_t* kept = shared.kept[lane / kHalf] + (upto - count);
+    SharedWriter writer(shared.kept[lane / kHalf] + (upto - count));
 #pragma unroll
     for (int e = 0; e < Traits::kColumns; ++e) {
-      if (keys[e] >= half.low) {
-        *kept++ = sort_word<Traits>(keys[e], half.low, half.shift, column_of<Traits>(sub, e));
-      }
+      const uint32_t word = sort_word<Traits>(keys[e], half, column_of<Traits>(sub, e));
+      writer.push_if_ge(word, keys[e], half.low);
     }
   }
   const uint32_t overflowing = __ballot_sync(kFullMask, overflows);
@@ -257,7 +260,7 @@ __device__ __forceinline__ void keep_columns(
           want,
           its,
           shared.kept[h],
-          shared.buckets,
+          shared.search,
           lane
       );
       if (lane / kHalf == h) {
@@ -345,16 +348,15 @@ __device__ __forceinline__ void sort_lists(
 #pragma unroll
   for (int r = 0; r < kRegs; ++r) {
     columns[r] = static_cast<int32_t>(words[r] & kColumnMask);
-    keys[r] =
-        static_cast<int32_t>(static_cast<uint32_t>(half.low) + (words[r] >> Traits::kColumnBits));
+    keys[r] = static_cast<int32_t>(static_cast<uint32_t>(half.low) + (words[r] >> half.shift));
   }
-  if (__any_sync(kFullMask, half.shift != 0)) {
+  if (__any_sync(kFullMask, half.shift < Traits::kColumnBits)) {
     bool wrong = false;
 #pragma unroll
     for (int r = 0; r < kRegs; ++r) {
       const bool real = first + r < half.count;
       columns[r] = real ? columns[r] : 0;
-      keys[r] = real ? order_key(to_f32(factor[columns[r]])) : kLowestKey;
+      keys[r] = real ? fast_key(to_f32(factor[columns[r]])) : kLowestKey;
       if (r > 0) {
         wrong = wrong || keys[r] > keys[r - 1];
       }

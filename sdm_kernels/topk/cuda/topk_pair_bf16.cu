@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file The warp-per-row top-k kernels for bfloat16 scores.
+
+#include "sdm_kernels/common/dtype.h"
+#include "sdm_kernels/topk/cuda/topk_device.cuh"
+#include "sdm_kernels/topk/cuda/topk_pair_launch.cuh"
+
+namespace sdm::topk {
+
+cudaError_t launch_topk_pair_bf16(const DeviceFwdParams& params, cudaStream_t stream) {
+  return launch_pair_width<Bf16>(params, stream);
+}
+
+}  // namespace sdm::topk
