@@ -43,7 +43,8 @@ def test_inductor(sdm, device, dynamic):
     inputs = make(CASE, device)
 
     def layer(*args, cu_seqlens=None, output_final_state=True):
-        *tokens, bank = args
+        # torch 2.11 takes the rest of an unpacking for a tuple.
+        tokens, bank = list(args[:-1]), args[-1]
         tokens[2] = tokens[2] * 2 + 1
         out, state = sdm.chunk_sdm(*tokens, bank, output_final_state=output_final_state)
         return out.tanh(), state
