@@ -17,7 +17,11 @@ namespace {
 
 int64_t segment_of(const SdmBwdParams& p) {
   return p.saved.mode == SdmSave::kReplay ? std::min(p.saved.segment_chunks, most_chunks(p.dims))
-                                          : window_chunks(p.dims);
+                                          : window_chunks(group_dims(p.dims));
+}
+
+SdmDims group_of(const SdmBwdParams& p) {
+  return group_dims(p.dims, p.saved.mode == SdmSave::kReplay ? segment_of(p) : 1);
 }
 
 // The bank's gradient lives in the result where that has one owner.
@@ -27,8 +31,9 @@ bool direct_gradient(const SdmBwdParams& p) {
 
 struct BwdMemory {
   ChunkMemory chunk;
+  void* grad;  // [N, H, S, D] unless the result holds it
+  // of a group of sequences
   void* bank;         // replay: [N, H, S, D]
-  void* grad;         // [N, H, S, D] unless the result holds it
   void* replay_rows;  // [N * H][segment][rows of a chunk][D]
   SdmSources sources;
   SdmDots dots;
@@ -38,14 +43,16 @@ struct BwdMemory {
 
 cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* memory) {
   const SdmDims& dims = p.dims;
-  const int64_t streams = dims.N * dims.H;
+  const SdmDims group = group_of(p);
+  const int64_t streams = group.N * dims.H;
   const int64_t element = element_size(p.bank_dtype);
   const int64_t segment = segment_of(p);
   const int64_t num_q = streams * segment;
-  memory->chunk = carve_chunk(carver, dims, false);
+  const int64_t bank_elements = dims.H * dims.S * dims.D;
+  memory->chunk = carve_chunk(carver, dims, group, false);
   const bool replay = p.saved.mode == SdmSave::kReplay;
-  memory->bank = replay ? carver->take(streams * dims.S * dims.D * element) : nullptr;
-  memory->grad = direct_gradient(p) ? nullptr : carver->take(streams * dims.S * dims.D * element);
+  memory->bank = replay ? carver->take(group.N * bank_elements * element) : nullptr;
+  memory->grad = direct_gradient(p) ? nullptr : carver->take(dims.N * bank_elements * element);
   memory->replay_rows =
       replay ? carver->take(num_q * rows_of_chunk(dims, dims.C) * dims.D * element) : nullptr;
   memory->sources.row = carver->take<int>(num_q * lanes_of_chunk(dims));
@@ -57,10 +64,11 @@ cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* me
   memory->dots.decay = carver->take<float>(slices * num_q * lanes_of_chunk(dims));
   memory->dots.d_v = carver->take<float>(num_q * dims.C * dims.D);
   const SdmWindow window{0, segment};
-  size_t bytes = 0;
-  SDM_RETURN_IF_ERROR(sdm_phase1_workspace(dims, window, true, &bytes));
-  memory->phase1 = carver->take(static_cast<int64_t>(bytes));
-  memory->pairs = carver->take(static_cast<int64_t>(sdm_pairs_workspace(dims, window)));
+  SDM_RETURN_IF_ERROR(carve_phase1(carver, dims, group, window, &memory->phase1));
+  const size_t pairs = std::max(
+      sdm_pairs_workspace(group, window), sdm_pairs_workspace(last_group(dims, group), window)
+  );
+  memory->pairs = carver->take(static_cast<int64_t>(pairs));
   return cudaSuccess;
 }
 
@@ -174,17 +182,13 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
     SDM_RETURN_IF_ERROR(cudaMemsetAsync(grad.data, 0, static_cast<size_t>(bytes), stream));
   }
 
-  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.chunk.sequences};
   SdmChunkParams p{};
-  p.dims = dims;
-  p.sequences = memory.chunk.sequences;
-  p.bank = bank;
+  p.dims = group_of(base);
   p.errors = static_cast<float*>(base.saved.errors);
   p.saved = base.saved;
   p.replay_rows = memory.replay_rows;
   p.d_out = base.d_out;
   p.source_rows = memory.sources.row;
-  p.grad = grad;
   p.d_v = base.d_v;
   p.dots = memory.dots;
   p.x = memory.chunk.x;
@@ -195,46 +199,61 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   p.token_vectors = aligned && aligned_tokens(base.d_out, dims.D);
   const SdmPairGrads grads{base.d_write_val, base.d_read_val, base.d_beta, base.d_g};
 
-  const int64_t step = segment_of(base);
-  for (int64_t first = dims.T == 0 ? -1 : (most_chunks(dims) - 1) / step * step; first >= 0;
-       first -= step) {
-    // the window keeps its full length, as the workspace was laid out for it
-    p.window = {first, step};
-    if (replay) {
-      SDM_RETURN_IF_ERROR(launch_copy_bank(
-          base.bank_dtype,
-          dims,
-          base.bank,
-          bank,
-          stream,
-          memory.chunk.sequences,
-          base.saved.rows,
-          first,
-          base.saved.segment_chunks
+  const int64_t step = segment_of(base), group = p.dims.N;
+  for (int64_t n = 0; n < dims.N; n += group) {
+    p.dims.N = std::min(group, dims.N - n);
+    p.sequences = memory.chunk.sequences + n;
+    p.bank = replay ? bank : bank_from(bank, n, base.bank_dtype);
+    p.grad = bank_from(grad, n, base.bank_dtype);
+    const SdmCudaInputs inputs{p.dims, base.tokens, base.bank_dtype, p.sequences};
+    for (int64_t first = dims.T == 0 ? -1 : (most_chunks(dims) - 1) / step * step; first >= 0;
+         first -= step) {
+      // the window keeps its full length, as the workspace was laid out for it
+      p.window = {first, step};
+      if (replay) {
+        SDM_RETURN_IF_ERROR(launch_copy_bank(
+            base.bank_dtype,
+            p.dims,
+            bank_from(base.bank, n, base.bank_dtype),
+            bank,
+            stream,
+            p.sequences,
+            base.saved.rows,
+            first,
+            base.saved.segment_chunks
+        ));
+      }
+      SDM_RETURN_IF_ERROR(
+          launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
+      );
+      const SavedRowsLayout layout{replay, rows_of_chunk(dims, dims.C), base.saved.rows_per_head};
+      SDM_RETURN_IF_ERROR(launch_sdm_sources(
+          p.dims,
+          p.sequences,
+          p.window,
+          p.records,
+          layout,
+          memory.sources,
+          replay || first + step >= most_chunks(dims),
+          stream
+      ));
+      SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
+        using S = std::remove_pointer_t<decltype(type)>;
+        return aligned ? run_segment<S, true>(p, card, stream)
+                       : run_segment<S, false>(p, card, stream);
+      }));
+      SDM_RETURN_IF_ERROR(launch_sdm_pairs(
+          inputs,
+          p.window,
+          p.records,
+          memory.dots,
+          p.errors,
+          base.d_out,
+          grads,
+          memory.pairs,
+          stream
       ));
     }
-    SDM_RETURN_IF_ERROR(
-        launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
-    );
-    const SavedRowsLayout layout{replay, rows_of_chunk(dims, dims.C), base.saved.rows_per_head};
-    SDM_RETURN_IF_ERROR(launch_sdm_sources(
-        dims,
-        memory.chunk.sequences,
-        p.window,
-        p.records,
-        layout,
-        memory.sources,
-        replay || first + step >= most_chunks(dims),
-        stream
-    ));
-    SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
-      using S = std::remove_pointer_t<decltype(type)>;
-      return aligned ? run_segment<S, true>(p, card, stream)
-                     : run_segment<S, false>(p, card, stream);
-    }));
-    SDM_RETURN_IF_ERROR(launch_sdm_pairs(
-        inputs, p.window, p.records, memory.dots, p.errors, base.d_out, grads, memory.pairs, stream
-    ));
   }
   if (base.d_initial != nullptr && !direct_gradient(base)) {
     return launch_sum_banks(

@@ -48,6 +48,20 @@ inline int64_t most_chunks(const SdmDims& dims) {
   return std::max<int64_t>(1, ceil_div(dims.T, dims.C));
 }
 
+// A call with very many sequences works on some of them at a time: one chunk of all may be more
+// than a card holds, as a sequence of few tokens has its matrices for a whole chunk too.
+constexpr int64_t kGroupBytes = int64_t{4} << 30;
+
+// `chunks` of each sequence are worked on at a time.
+inline SdmDims group_dims(const SdmDims& dims, int64_t chunks = 1) {
+  const int64_t rows = round_up(dims.C, 16);
+  const int64_t bytes =
+      chunks * dims.H * (lanes_of_chunk(dims) * 128 + rows * rows * 8 + rows * dims.D * 12);
+  SdmDims group = dims;
+  group.N = std::min(dims.N, std::max<int64_t>(1, kGroupBytes / std::max<int64_t>(1, bytes)));
+  return group;
+}
+
 inline int64_t window_chunks(const SdmDims& dims) {
   const int64_t lanes = std::max<int64_t>(1, dims.N * dims.H) * lanes_of_chunk(dims);
   return std::clamp<int64_t>(kWindowLanes / lanes, 1, most_chunks(dims));
@@ -84,18 +98,43 @@ inline int parts_of(int64_t blocks, const CardLimits& card) {
 }
 
 struct ChunkMemory {
-  SdmSequence* sequences;
-  float* x;  // token rows between the stages of a chunk
+  SdmSequence* sequences;  // all
+  float* x;                // of a group: token rows between the stages of a chunk
   float* y;
 };
 
-inline ChunkMemory carve_chunk(DeviceCarver* carver, const SdmDims& dims, bool readings) {
-  const int64_t rows = dims.N * dims.H * round_up(dims.C, 16) * dims.D;
+inline ChunkMemory carve_chunk(
+    DeviceCarver* carver, const SdmDims& dims, const SdmDims& group, bool readings
+) {
+  const int64_t rows = group.N * dims.H * round_up(dims.C, 16) * dims.D;
   ChunkMemory memory;
   memory.sequences = carver->take<SdmSequence>(dims.N);
   memory.x = carver->take<float>(rows);
   memory.y = readings ? carver->take<float>(rows) : nullptr;
   return memory;
+}
+
+// The last group of sequences, when it has fewer than the others.
+inline SdmDims last_group(const SdmDims& dims, const SdmDims& group) {
+  SdmDims last = group;
+  last.N = group.N == 0 || dims.N % group.N == 0 ? group.N : dims.N % group.N;
+  return last;
+}
+
+inline cudaError_t carve_phase1(
+    DeviceCarver* carver,
+    const SdmDims& dims,
+    const SdmDims& group,
+    const SdmWindow& window,
+    void** memory
+) {
+  size_t bytes = 0, last = 0;
+  cudaError_t error = sdm_phase1_workspace(group, window, true, &bytes);
+  if (error == cudaSuccess) {
+    error = sdm_phase1_workspace(last_group(dims, group), window, true, &last);
+  }
+  *memory = carver->take(static_cast<int64_t>(std::max(bytes, last)));
+  return error;
 }
 
 // Whether 16-byte pieces and 32-bit row strides may be used for a bank or its rows.
@@ -189,6 +228,15 @@ cudaError_t launch_keep_bank(
 cudaError_t launch_sum_banks(
     DType dtype, const void* parts, void* sum, int64_t N, int64_t elements, cudaStream_t stream
 );
+
+// The part of a bank from sequence n on.
+inline BankView bank_from(const BankView& bank, int64_t n, DType dtype) {
+  BankView part = bank;
+  if (part.data != nullptr) {
+    part.data = static_cast<char*>(bank.data) + n * bank.stride[0] * element_size(dtype);
+  }
+  return part;
+}
 
 // [N, H, S, D] contiguous.
 inline BankView contiguous_bank(void* data, const SdmDims& dims) {

@@ -17,14 +17,12 @@ struct FwdMemory {
 };
 
 cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* memory) {
-  memory->chunk = carve_chunk(carver, p.dims, true);
+  const SdmDims group = group_dims(p.dims);
+  memory->chunk = carve_chunk(carver, p.dims, group, true);
   const int64_t bank_bytes = p.dims.N * p.dims.H * p.dims.S * p.dims.D * element_size(p.bank_dtype);
   memory->bank = p.bank.data == nullptr ? carver->take(bank_bytes) : nullptr;
-  size_t bytes = 0;
-  const SdmWindow window{0, window_chunks(p.dims)};
-  SDM_RETURN_IF_ERROR(sdm_phase1_workspace(p.dims, window, true, &bytes));
-  memory->phase1 = carver->take(static_cast<int64_t>(bytes));
-  return cudaSuccess;
+  const SdmWindow window{0, window_chunks(group)};
+  return carve_phase1(carver, p.dims, group, window, &memory->phase1);
 }
 
 // Zeroes what the saved tensor reserves beyond the chunks of all sequences. Which rows those are is
@@ -125,10 +123,15 @@ cudaError_t run_chunk(const SdmChunkParams& p, const CardLimits& card, cudaStrea
   );
 }
 
-// One window whose records are ready.
+// One window whose records are ready. first_bank: that of its first sequence.
 template <typename S>
 cudaError_t run_window(
-    SdmChunkParams p, DType bank_dtype, const CardLimits& card, bool aligned, cudaStream_t stream
+    SdmChunkParams p,
+    const BankView& first_bank,
+    DType bank_dtype,
+    const CardLimits& card,
+    bool aligned,
+    cudaStream_t stream
 ) {
   for (p.k = 0; p.k < p.window.chunks; ++p.k) {
     const int64_t chunk = p.window.first_chunk + p.k;
@@ -136,7 +139,7 @@ cudaError_t run_window(
       SDM_RETURN_IF_ERROR(launch_keep_bank(
           bank_dtype,
           p.dims,
-          p.bank,
+          first_bank,
           stream,
           p.sequences,
           p.saved.rows,
@@ -205,12 +208,9 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
     return cudaSuccess;
   }
 
-  const SdmCudaInputs inputs{dims, base.tokens, base.bank_dtype, memory.chunk.sequences};
   SdmChunkParams p{};
-  p.dims = dims;
-  p.sequences = memory.chunk.sequences;
+  p.dims = group_dims(dims);
   p.v = base.tokens.v;
-  p.bank = bank;
   p.out = base.out;
   p.errors = static_cast<float*>(base.saved.errors);
   p.saved = base.saved;
@@ -219,17 +219,26 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
   p.num_slices = num_slices(dims, base.bank_dtype);
   const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D);
   p.token_vectors = aligned && aligned_tokens(base.tokens.v, dims.D);
+  p.bank = bank;
 
-  const int64_t step = window_chunks(dims);
-  for (int64_t first = 0; first < most_chunks(dims); first += step) {
-    p.window = {first, std::min(step, most_chunks(dims) - first)};
-    SDM_RETURN_IF_ERROR(
-        launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
-    );
-    SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
-      using S = std::remove_pointer_t<decltype(type)>;
-      return run_window<S>(p, base.bank_dtype, card, aligned, stream);
-    }));
+  const int64_t step = window_chunks(p.dims), group = p.dims.N;
+  for (int64_t n = 0; n < dims.N; n += group) {
+    p.dims.N = std::min(group, dims.N - n);
+    p.sequences = memory.chunk.sequences + n;
+    const SdmCudaInputs inputs{p.dims, base.tokens, base.bank_dtype, p.sequences};
+    for (int64_t first = 0; first < most_chunks(dims); first += step) {
+      p.window = {first, std::min(step, most_chunks(dims) - first)};
+      SDM_RETURN_IF_ERROR(
+          launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
+      );
+      SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
+        using S = std::remove_pointer_t<decltype(type)>;
+        // training has a bank for every sequence, in their order
+        return run_window<S>(
+            p, bank_from(bank, n, base.bank_dtype), base.bank_dtype, card, aligned, stream
+        );
+      }));
+    }
   }
   return cudaSuccess;
 }
