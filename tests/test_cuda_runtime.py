@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manners of the ops on CUDA: streams, devices, waiting, memory, failures."""
 
+import gc
+
 import pytest
 import torch
 
@@ -140,11 +142,13 @@ def test_gives_its_memory_back(sdm, device, call):
     arguments = call.draw(device)
     call.run(sdm, arguments)
     torch.cuda.synchronize()
+    gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
         call.run(sdm, arguments)
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    gc.collect()  # what a backward kept may hang on cycles of its graph
+    assert torch.cuda.memory_allocated() <= before
 
 
 def test_arguments_stay_as_they_are(sdm, device, call):

@@ -4,9 +4,11 @@
 import pytest
 import torch
 
-from .helpers.kda_cases import KdaCase, make
+from .helpers import kda_cases
+from .helpers.kda_cases import KdaCase
 from .helpers.poison import poisoned, transposed
 from .test_opcheck import compare_with_fake
+from .test_opcheck import make as draw
 
 BASE = KdaCase("op", B=2, T=21, K=16, V=16)
 CASES = [
@@ -19,6 +21,10 @@ CASES = [
 EMPTY = [BASE.but(T=0), BASE.but(B=0), BASE.but(T=1), BASE.but(lengths=(0, 0))]
 GATES = {"activated": 0, "softplus": 1, "bounded": 2}
 STRENGTHS = {"activated": 0, "sigmoid": 1, "two": 2}
+
+
+def make(case, device="cpu"):
+    return draw(case, device, kda_cases.make)
 
 
 def options(case):

@@ -4,6 +4,8 @@
 Optional: ``pip install -r requirements-transformers.txt``; without it these tests are skipped.
 """
 
+import importlib.metadata
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,14 @@ pytest.importorskip("transformers", reason="pip install -r requirements-transfor
 pytest.importorskip(
     "transformers.models.kimi_linear", reason="this transformers has no Kimi Linear"
 )
+
+PINNED = re.search(
+    r"^transformers==(.+)$",
+    (Path(__file__).parents[1] / "requirements-transformers.txt").read_text(),
+    re.MULTILINE,
+).group(1)
+if importlib.metadata.version("transformers") != PINNED:
+    pytest.skip(f"written for transformers {PINNED}", allow_module_level=True)
 
 from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping  # noqa: E402
 from transformers import KimiLinearConfig, KimiLinearForCausalLM  # noqa: E402
