@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
   const int4* groups = r.group + c.q * r.n;
   const int4* entries = r.entry + c.q * r.n;
   const int count = r.group_count[c.q].x;
-  S* bank = static_cast<S*>(p.bank.data) + p.sequences[c.sequence].bank * p.bank.stride[0] +
-            c.head * p.bank.stride[1];
+  // a replay has banks of its own for the sequences of its group
+  const int64_t bank_row = kReplay ? c.sequence : p.sequences[c.sequence].bank;
+  S* bank = static_cast<S*>(p.bank.data) + bank_row * p.bank.stride[0] + c.head * p.bank.stride[1];
   const LaneRows<S, kAligned> rows(bank, p.bank.stride[2], at);
   const KeptRows keep = kept_rows(p, c);
   const LaneRows<S, kAligned> kept(
