@@ -27,9 +27,12 @@ def module(sdm):
 )
 def test_limit_of_known_cards(module, shared_memory, element_size, limit):
     assert module.cuda_chunk_limit(shared_memory, element_size) == limit
-    # what the kernels ask for: two rows of 128 bytes' columns + 8 a token, and the rows in flight
-    need = 2 * limit * (128 // element_size + 8) * 4 + 80 * KIB
-    assert need <= shared_memory
+    # what the kernels ask for: one or two rows of 128 bytes' columns + 4 a token, the rows in flight
+    # and a note for each slot in flight
+    row = limit * (128 // element_size + 4) * 4
+    walk = 2 * row + 64 * KIB + 4 * 64 * 64
+    update = row + 64 * KIB + 8 * 64 * 48
+    assert max(walk, update) <= shared_memory
 
 
 def test_cpu_takes_any_chunk(module):

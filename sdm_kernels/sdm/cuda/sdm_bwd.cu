@@ -98,7 +98,7 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
   };
   if (p.saved.mode == SdmSave::kReplay) {
     for (p.k = 0; p.k + 1 < p.window.chunks; ++p.k) {
-      SDM_RETURN_IF_ERROR((launch_slots<S, kRingDepth>(p, p.records.Cp, card, update)));
+      SDM_RETURN_IF_ERROR((launch_slots<S, UpdateShape>(p, p.records.Cp, card, update)));
     }
   }
   for (p.k = p.window.chunks - 1; p.k >= 0; --p.k) {
@@ -111,7 +111,7 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
         stream
     ));
     SDM_RETURN_IF_ERROR((launch_solve_chunk<S, true>(p, card, stream)));
-    SDM_RETURN_IF_ERROR((launch_slots<S, kWalkAhead>(p, 2 * p.records.Cp, card, walk)));
+    SDM_RETURN_IF_ERROR((launch_slots<S, WalkShape>(p, 2 * p.records.Cp, card, walk)));
   }
   return cudaSuccess;
 }

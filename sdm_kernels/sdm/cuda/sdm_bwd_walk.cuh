@@ -23,7 +23,10 @@ __device__ __forceinline__ float four_sums(const float (&v)[4], int lane) {
   return c + __shfl_xor_sync(kAll, c, 1);
 }
 
-constexpr int kWalkAhead = kRingDepth / 2;  // slots in flight, two rows each
+struct WalkShape {
+  static constexpr int kAhead = kRingDepth / 2;  // slots in flight, two rows each
+  static constexpr int kMore = 3;
+};
 
 struct Place {
   int4 group;  // {slot, first entry, writes, reads}
@@ -67,7 +70,6 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
     const __grid_constant__ SdmChunkParams p
 ) {
   extern __shared__ __align__(16) float smem[];
-  constexpr int kAhead = kWalkAhead;
   const SlotShare share = SlotShare::of<kWide>(p);
   const StreamChunk c(p, share.stream);
   if (!c.exists) {
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
   const LaneRows<S, kAligned> grads(grad, p.grad.stride[2], at);
   const LaneRows<S, kAligned> at_end(bank, p.bank.stride[2], at);
   const LaneRows<S, kAligned> kept(kExact ? saved.rows : nullptr, p.dims.D, at);
-  const NoteReader<kWide, false> reader(
+  const NoteReader<kWide, WalkShape::kMore, false> reader(
       end_of_rows + SlotRing::kBytes, r.head_weight + c.q * r.n, r.group_decay + c.q * r.n, entries
   );
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
   // lane 0 stores <G, M>, lanes 2 and 4 the dots of the first two entries
   float* lane_dots = lane == 0 ? dot_decay : dot_row + lane / 4;
 
-  for_groups<kAhead, kWide>(
+  for_groups<WalkShape::kAhead, kWide>(
       share.begin(p, count),
       share.end(p, count),
       [&](int g) { return Place{__ldg(groups + g), __ldg(sources + g)}; },
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
         reader.start(j, g, valid, place.group, source);
       },
       [&](int j, int g, bool valid) {
-        const RowNote& note = reader.note(j);
+        const auto& note = reader.note(j);
         const int4 head = valid ? note.head : make_int4(C, 0, 0, 0);
         const int4 group = note.group;
         const float decay = note.decay;
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
           float one[4] = {};
           if (k < count_here) {
             int2 entry;
-            if (k < 2 + kNoteMore) {
+            if (k < 2 + WalkShape::kMore) {
               entry = note.more[k - 2];
             } else {
               const int4 e = __ldg(entries + group.y + k);

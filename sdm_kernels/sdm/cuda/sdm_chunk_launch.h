@@ -41,20 +41,20 @@ cudaError_t launch_solve_chunk(
 // Two slices a block, for longer runs of a row, where there are two and their rows fit. Calls
 // f(width, parameters with their parts, blocks, bytes of shared memory), width an integral
 // constant.
-template <typename S, int kAhead, typename F>
+template <typename S, typename Shape, typename F>
 cudaError_t launch_slots(SdmChunkParams p, int64_t token_rows, const CardLimits& card, const F& f) {
   const int64_t streams = p.dims.N * p.dims.H;
-  if (p.num_slices >= 2 && slots_smem<S, 2, kAhead>(token_rows) <= card.shared_memory) {
+  if (p.num_slices >= 2 && slots_smem<S, 2, Shape>(token_rows) <= card.shared_memory) {
     const int64_t blocks = streams * ceil_div(p.num_slices, 2);
     p.parts = parts_of(blocks, card);
     return f(
-        std::integral_constant<int, 2>(), p, blocks * p.parts, slots_smem<S, 2, kAhead>(token_rows)
+        std::integral_constant<int, 2>(), p, blocks * p.parts, slots_smem<S, 2, Shape>(token_rows)
     );
   }
   const int64_t blocks = streams * p.num_slices;
   p.parts = parts_of(blocks, card);
   return f(
-      std::integral_constant<int, 1>(), p, blocks * p.parts, slots_smem<S, 1, kAhead>(token_rows)
+      std::integral_constant<int, 1>(), p, blocks * p.parts, slots_smem<S, 1, Shape>(token_rows)
   );
 }
 

@@ -106,7 +106,7 @@ cudaError_t run_chunk(const SdmChunkParams& p, const CardLimits& card, cudaStrea
       stream
   ));
   SDM_RETURN_IF_ERROR((launch_solve_chunk<S, false>(p, card, stream)));
-  return launch_slots<S, kRingDepth>(
+  return launch_slots<S, UpdateShape>(
       p,
       p.records.Cp,
       card,

@@ -21,21 +21,24 @@ using SlotRing = RowRing<kRingDepth, kSlotThreads>;
 template <typename S, int kWide>
 constexpr int kTokenStride = kSliceColumns<S> * kWide + 4;
 
-constexpr int kNoteMore = 3;  // entries of a group that its note has beyond the first two
-
+// kMore: entries of the group beyond the first two that its note has.
+template <int kMore>
 struct RowNote {
   int4 head;   // head_post or head_weight of the row's group
   int4 group;  // {slot, first entry, writes, reads}
   float decay;
-  int source;            // backward: where the bank's row is kept
-  int2 more[kNoteMore];  // {row, post or weight} of the entries after the first two
+  int source;        // backward: where the bank's row is kept
+  int2 more[kMore];  // {row, post or weight} of the entries after the first two
 };
 
-// Shared memory: token rows, ring, a note for each slot that kAhead keeps in flight.
-template <typename S, int kWide, int kAhead>
+// Shared memory: token rows, ring, a note for each slot in flight.
+// Shape: slots in flight and what their notes hold, of the kernel.
+template <typename S, int kWide, typename Shape>
 constexpr int64_t slots_smem(int64_t token_rows) {
   return token_rows * kTokenStride<S, kWide> * static_cast<int64_t>(sizeof(float)) +
-         SlotRing::kBytes + kAhead * (kSlotGroups / kWide) * static_cast<int64_t>(sizeof(RowNote));
+         SlotRing::kBytes +
+         Shape::kAhead * (kSlotGroups / kWide) *
+             static_cast<int64_t>(sizeof(RowNote<Shape::kMore>));
 }
 
 // Which slots and slice a block or group of lanes has.
@@ -87,12 +90,12 @@ __device__ __forceinline__ void load_tokens(
 // Starts the copies of a group's note, once for the groups of lanes that share a slot. Six of eight
 // lanes take part, each with a pointer of its own, so that the address costs one multiplication.
 // kPost: entries of the update (row and post), otherwise of the walk (row and weight).
-template <int kWide, bool kPost>
+template <int kWide, int kMore, bool kPost>
 class NoteReader {
  public:
   __device__ __forceinline__
   NoteReader(void* notes, const int4* heads, const float* decays, const int4* entries)
-      : note_(static_cast<RowNote*>(notes) + threadIdx.x / kRowLanes / kWide) {
+      : note_(static_cast<RowNote<kMore>*>(notes) + threadIdx.x / kRowLanes / kWide) {
     const bool leads = threadIdx.x / kRowLanes % kWide == 0;
     lane_ = leads ? static_cast<int>(threadIdx.x) % kRowLanes : kRowLanes;
     from_ = lane_ == 0   ? reinterpret_cast<const char*>(heads)
@@ -104,7 +107,7 @@ class NoteReader {
   __device__ __forceinline__ void start(
       int j, int g, bool valid, const int4& group, int source
   ) const {
-    RowNote* note = note_ + j * (kSlotGroups / kWide);
+    RowNote<kMore>* note = note_ + j * (kSlotGroups / kWide);
     const uint32_t index = static_cast<uint32_t>(lane_ < 2 ? g : group.y);
     const char* from = from_ + static_cast<uint64_t>(index) * bytes_;
     if (lane_ == 2) {
@@ -120,7 +123,7 @@ class NoteReader {
       copy_async<16>(&note->head, from);
     } else if (lane_ == 1) {
       copy_async<4>(&note->decay, from);
-    } else if (lane_ >= 4 && lane_ < 4 + kNoteMore && lane_ - 2 < group.z + group.w) {
+    } else if (lane_ >= 4 && lane_ < 4 + kMore && lane_ - 2 < group.z + group.w) {
       int2* to = note->more + (lane_ - 4);
       if constexpr (kPost) {
         copy_async<4>(&to->x, from);
@@ -131,12 +134,12 @@ class NoteReader {
     }
   }
 
-  __device__ const __forceinline__ RowNote& note(int j) const {
+  __device__ __forceinline__ auto note(int j) const -> const RowNote<kMore>& {
     return note_[j * (kSlotGroups / kWide)];
   }
 
  private:
-  RowNote* note_;
+  RowNote<kMore>* note_;
   const char* from_;
   uint32_t bytes_;
   int lane_;  // beyond the group for those that do not lead

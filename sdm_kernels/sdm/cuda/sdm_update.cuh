@@ -11,6 +11,12 @@
 
 namespace sdm::cuda {
 
+// Slots in flight; their notes leave room on cards with 99 KB of shared memory a block.
+struct UpdateShape {
+  static constexpr int kAhead = kRingDepth;
+  static constexpr int kMore = 1;
+};
+
 // Where the rows of a chunk are kept.
 struct KeptRows {
   void* rows;  // null: not kept
@@ -69,10 +75,10 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
   const LaneRows<S, kAligned> kept(
       static_cast<const S*>(keep.rows) + keep.first_row * p.dims.D, p.dims.D, at
   );
-  const NoteReader<kWide, true> reader(
+  const NoteReader<kWide, UpdateShape::kMore, true> reader(
       behind + SlotRing::kBytes, r.head_post + c.q * r.n, r.group_decay + c.q * r.n, entries
   );
-  for_groups<kRingDepth, kWide>(
+  for_groups<UpdateShape::kAhead, kWide>(
       share.begin(p, count),
       share.end(p, count),
       [&](int g) { return __ldg(groups + g); },
@@ -85,7 +91,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
           return;
         }
         const Piece<S> row = fetched_piece<S>(ring, j);
-        const RowNote& note = reader.note(j);
+        const auto& note = reader.note(j);
         const int4 head = note.head;
         const float decay = note.decay;
         const int4 group = note.group;
@@ -115,7 +121,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_update_kernel(
 #pragma unroll 1
           for (int k = 2; k < group.z; ++k) {
             int2 entry;
-            if (k < 2 + kNoteMore) {
+            if (k < 2 + UpdateShape::kMore) {
               entry = note.more[k - 2];
             } else {
               const int4 e = __ldg(entries + group.y + k);
