@@ -34,7 +34,7 @@ bool wants_gate_sums(const KdaBwdParams& base) {
   return base.d_A_log != nullptr || base.d_dt_bias != nullptr;
 }
 
-BwdMemory carve_bwd(const KdaCudaBwdParams& params, PlainCarver* carver) {
+BwdMemory carve_bwd(const KdaCudaBwdParams& params, DeviceCarver* carver) {
   const KdaBwdParams& base = params.base;
   const KdaDims& dims = base.dims;
   BwdMemory memory{};
@@ -130,7 +130,7 @@ cudaError_t run_window(
 }  // namespace plain
 
 size_t kda_plain_bwd_workspace(const KdaCudaBwdParams& params) {
-  plain::PlainCarver carver(nullptr);
+  DeviceCarver carver(nullptr);
   plain::carve_bwd(params, &carver);
   return static_cast<size_t>(carver.used());
 }
@@ -141,7 +141,7 @@ cudaError_t launch_kda_plain_bwd(
   using namespace plain;
   const KdaBwdParams& base = params.base;
   const KdaDims& dims = base.dims;
-  PlainCarver carver(workspace);
+  DeviceCarver carver(workspace);
   const BwdMemory memory = carve_bwd(params, &carver);
   const PlainPlan& plan = memory.plan;
   if (plan.packed) {

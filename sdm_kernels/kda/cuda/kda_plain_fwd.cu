@@ -17,7 +17,7 @@ struct FwdMemory {
   float* carry[2];  // states between windows, from an even and from an odd one
 };
 
-FwdMemory carve_fwd(const KdaCudaFwdParams& params, PlainCarver* carver) {
+FwdMemory carve_fwd(const KdaCudaFwdParams& params, DeviceCarver* carver) {
   const KdaDims& dims = params.base.dims;
   FwdMemory memory{};
   const bool packed = params.cu_seqlens.data != nullptr;
@@ -37,7 +37,7 @@ FwdMemory carve_fwd(const KdaCudaFwdParams& params, PlainCarver* carver) {
 }  // namespace plain
 
 size_t kda_plain_fwd_workspace(const KdaCudaFwdParams& params) {
-  plain::PlainCarver carver(nullptr);
+  DeviceCarver carver(nullptr);
   plain::carve_fwd(params, &carver);
   return static_cast<size_t>(carver.used());
 }
@@ -48,7 +48,7 @@ cudaError_t launch_kda_plain_fwd(
   using namespace plain;
   const KdaFwdParams& base = params.base;
   const KdaDims& dims = base.dims;
-  PlainCarver carver(workspace);
+  DeviceCarver carver(workspace);
   const FwdMemory memory = carve_fwd(params, &carver);
   const PlainPlan& plan = memory.plan;
   if (plan.packed) {

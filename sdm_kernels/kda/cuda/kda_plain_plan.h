@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "sdm_kernels/cuda/device_carver.h"
 #include "sdm_kernels/kda/cuda/kda_plain_window.cuh"
 
 namespace sdm::kda::plain {
@@ -13,27 +14,8 @@ namespace sdm::kda::plain {
 // Bytes that the records of a window may take; one chunk of all heads is the least.
 constexpr int64_t kWindowBytes = int64_t{224} << 20;
 
-// Hands out 256-byte aligned pieces of the workspace; with a null block it only counts.
-class PlainCarver {
- public:
-  explicit PlainCarver(void* block) : block_(static_cast<char*>(block)) {}
-
-  template <typename T>
-  T* take(int64_t count) {
-    const int64_t begin = used_;
-    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 256);
-    return block_ == nullptr ? nullptr : reinterpret_cast<T*>(block_ + begin);
-  }
-
-  int64_t used() const { return used_; }
-
- private:
-  char* block_;
-  int64_t used_ = 0;
-};
-
 inline PlainRecords carve_records(
-    PlainCarver* carver, const KdaDims& dims, int64_t rows, bool backward
+    DeviceCarver* carver, const KdaDims& dims, int64_t rows, bool backward
 ) {
   const int64_t slots = rows * (dims.C / kTile) * dims.HV;
   const int64_t K = dims.K, V = dims.V;
@@ -76,7 +58,7 @@ struct PlainPlan {
 };
 
 inline PlainPlan make_plan(const KdaDims& dims, bool packed, bool backward) {
-  PlainCarver one(nullptr);
+  DeviceCarver one(nullptr);
   carve_records(&one, dims, 1, backward);
   const int64_t rows = std::max<int64_t>(1, kWindowBytes / one.used());
   PlainPlan plan{};

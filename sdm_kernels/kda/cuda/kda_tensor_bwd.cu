@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "sdm_kernels/cuda/device_carver.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_load.cuh"
@@ -30,17 +31,6 @@ struct BwdMemory {
   void* forward;
   int64_t gate_bytes;
   size_t bytes;
-};
-
-struct Carver {
-  char* base;
-  size_t used = 0;
-
-  char* take(int64_t bytes) {
-    char* at = base == nullptr ? nullptr : base + used;
-    used += static_cast<size_t>(round_up(bytes, 256));
-    return at;
-  }
 };
 
 int64_t record_bytes(const KdaDims& dims) {
@@ -84,34 +74,33 @@ BwdMemory carve(const KdaCudaBwdParams& params, const KdaWindowPlan& plan, void*
   const KdaDims& dims = params.base.dims;
   const int64_t state = dims.HV * dims.K * dims.V;
   const int64_t entries = plan.max_slots() * dims.HV;
-  Carver carver{static_cast<char*>(workspace)};
+  DeviceCarver carver(workspace);
   BwdMemory memory{};
   memory.gate_bytes = chunk_rows(dims, plan.packed) * dims.HV * 2 * dims.K * 4;
-  memory.gate_sums = reinterpret_cast<float*>(carver.take(memory.gate_bytes));
+  memory.gate_sums = static_cast<float*>(carver.take(memory.gate_bytes));
   if (params.base.chunk_states.data == nullptr) {
     memory.states = carver.take(state_rows(dims) * state * 2);
   }
-  const Carver shared = carver;  // the forward is over when the windows begin
+  const DeviceCarver shared = carver;  // the forward is over when the windows begin
   for (char*& records : memory.records) {
-    records = carver.take(entries * record_bytes(dims));
+    records = carver.take<char>(entries * record_bytes(dims));
   }
-  memory.bwd_records = carver.take(entries * bwd_record_bytes(dims));
+  memory.bwd_records = carver.take<char>(entries * bwd_record_bytes(dims));
   if (dims.HV > dims.H) {
-    memory.group_grads =
-        reinterpret_cast<float*>(carver.take(entries * 2 * kTensorChunk * dims.K * 4));
+    memory.group_grads = carver.take<float>(entries * 2 * kTensorChunk * dims.K);
   }
   if (plan.windows_of_group() > 1) {
     for (float*& carry : memory.carry) {
-      carry = reinterpret_cast<float*>(carver.take((plan.packed ? 1 : plan.group) * state * 4));
+      carry = carver.take<float>((plan.packed ? 1 : plan.group) * state);
     }
   }
-  memory.bytes = carver.used;
+  memory.bytes = static_cast<size_t>(carver.used());
   if (params.base.chunk_states.data == nullptr) {
-    Carver again = shared;
+    DeviceCarver again = shared;
     memory.forward = again.take(
         static_cast<int64_t>(kda_tensor_fwd_workspace(forward_params(params, memory.states)))
     );
-    memory.bytes = std::max(memory.bytes, again.used);
+    memory.bytes = std::max(memory.bytes, static_cast<size_t>(again.used()));
   }
   return memory;
 }

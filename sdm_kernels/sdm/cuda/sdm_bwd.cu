@@ -120,7 +120,7 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
 }  // namespace cuda
 
 cudaError_t sdm_bwd_cuda_workspace(const SdmCudaBwdParams& params, size_t* bytes) {
-  cuda::DeviceCarver carver(nullptr);
+  DeviceCarver carver(nullptr);
   cuda::BwdMemory memory;
   SDM_RETURN_IF_ERROR(cuda::carve_bwd(&carver, params.base, &memory));
   *bytes = static_cast<size_t>(carver.used());

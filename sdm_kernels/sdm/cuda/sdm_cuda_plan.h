@@ -7,34 +7,12 @@
 
 #include <cuda_runtime.h>
 
+#include "sdm_kernels/cuda/device_carver.h"
 #include "sdm_kernels/sdm/cuda/sdm_chunk.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_cuda.h"
 #include "sdm_kernels/sdm/cuda/sdm_phase1.h"
 
 namespace sdm::cuda {
-
-// Hands out 256-byte aligned pieces of the workspace; with a null block it only counts.
-class DeviceCarver {
- public:
-  explicit DeviceCarver(void* block) : block_(static_cast<char*>(block)) {}
-
-  void* take(int64_t bytes) {
-    const int64_t begin = used_;
-    used_ += round_up(bytes, 256);
-    return block_ == nullptr ? nullptr : block_ + begin;
-  }
-
-  template <typename T>
-  T* take(int64_t count) {
-    return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
-  }
-
-  int64_t used() const { return used_; }
-
- private:
-  char* block_;
-  int64_t used_ = 0;
-};
 
 // Entries whose records are held at a time: about 100 bytes each, however long the sequences are.
 constexpr int64_t kWindowLanes = int64_t{4} << 20;

@@ -158,7 +158,7 @@ cudaError_t run_window(
 }  // namespace cuda
 
 cudaError_t sdm_fwd_cuda_workspace(const SdmCudaFwdParams& params, size_t* bytes) {
-  cuda::DeviceCarver carver(nullptr);
+  DeviceCarver carver(nullptr);
   cuda::FwdMemory memory;
   SDM_RETURN_IF_ERROR(cuda::carve_fwd(&carver, params.base, &memory));
   *bytes = static_cast<size_t>(carver.used());

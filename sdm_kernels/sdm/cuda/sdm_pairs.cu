@@ -3,8 +3,8 @@
 //! sdm_pair_gates.cuh).
 
 #include <cstdint>
-#include <type_traits>
 
+#include "sdm_kernels/cuda/device_carver.h"
 #include "sdm_kernels/sdm/cuda/sdm_bwd_pairs.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_pair_gates.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_pairs.h"
@@ -13,8 +13,6 @@
 namespace sdm {
 namespace cuda::pairs {
 namespace {
-
-constexpr size_t kAlign = 256;
 
 struct PairsWorkspace {
   float* ve;
@@ -42,8 +40,7 @@ DotsSplit split_dots(const SdmDims& dims, int64_t num_q) {
   return {columns, segments, segments > 1 && num_q * lower_tiles(dims.C) < kFewTiles};
 }
 
-// Places the arrays from `base` on; a null base only counts.
-PairsWorkspace carve_workspace(const SdmDims& dims, const SdmWindow& window, char* base) {
+PairsWorkspace carve_workspace(const SdmDims& dims, const SdmWindow& window, void* workspace) {
   const int64_t num_q = dims.N * window.chunks * dims.H;
   const int64_t n = num_q * dims.C * (dims.W + dims.R);
   const int64_t writes = num_q * dims.C * dims.W;
@@ -52,24 +49,19 @@ PairsWorkspace carve_workspace(const SdmDims& dims, const SdmWindow& window, cha
   const DotsSplit dots = split_dots(dims, num_q);
   const int64_t planes = dots.split ? dots.segments * square : 0;
   PairsWorkspace w = {};
-  const auto take = [&](auto** array, int64_t count) {
-    if (base != nullptr) {
-      *array = reinterpret_cast<std::remove_reference_t<decltype(*array)>>(base + w.bytes);
-    }
-    const size_t bytes = static_cast<size_t>(count) * sizeof(**array);
-    w.bytes += (bytes + kAlign - 1) / kAlign * kAlign;
-  };
-  take(&w.ve, square);
-  take(&w.ge, square);
-  take(&w.ve_planes, planes);
-  take(&w.ge_planes, planes);
-  take(&w.entry_group, n);
-  take(&w.value, n);
-  take(&w.row_sum, n);
-  take(&w.error_sum, writes);
-  take(&w.decay_sum, writes);
-  take(&w.write_part, n);
-  take(&w.changes, n);
+  DeviceCarver carver(workspace);
+  carver.take(square, &w.ve);
+  carver.take(square, &w.ge);
+  carver.take(planes, &w.ve_planes);
+  carver.take(planes, &w.ge_planes);
+  carver.take(n, &w.entry_group);
+  carver.take(n, &w.value);
+  carver.take(n, &w.row_sum);
+  carver.take(writes, &w.error_sum);
+  carver.take(writes, &w.decay_sum);
+  carver.take(n, &w.write_part);
+  carver.take(n, &w.changes);
+  w.bytes = static_cast<size_t>(carver.used());
   return w;
 }
 
@@ -156,7 +148,7 @@ cudaError_t launch_sdm_pairs(
   if (num_q == 0 || dims.C == 0) {
     return cudaSuccess;
   }
-  const PairsWorkspace w = carve_workspace(dims, window, static_cast<char*>(workspace));
+  const PairsWorkspace w = carve_workspace(dims, window, workspace);
   cudaError_t error = launch_token_dots(inputs, window, num_q, dots.d_v, errors, d_out, w, stream);
   if (error != cudaSuccess) {
     return error;

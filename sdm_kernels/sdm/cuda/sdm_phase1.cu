@@ -7,6 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "sdm_kernels/cuda/device_carver.h"
 #include "sdm_kernels/sdm/cuda/sdm_entries.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_gram.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_phase1.h"
@@ -27,18 +28,6 @@ int bits_of(int64_t largest) {
   }
   return bits;
 }
-
-// Cuts arrays off one block; with a null base only sizes count.
-struct Carver {
-  char* base;
-  size_t used;
-
-  template <typename T>
-  void take(int64_t count, T** out) {
-    *out = base != nullptr ? reinterpret_cast<T*>(base + used) : nullptr;
-    used += static_cast<size_t>(round_up(count * static_cast<int64_t>(sizeof(T)), 256));
-  }
-};
 
 struct Plan {
   SdmPhase1Params params;
@@ -82,7 +71,7 @@ cudaError_t make_plan(
   plan->wide = slot_bits + lane_bits > 32 || dims.C * dims.W >= 65535 || n > 65536;
   p.lane_bits = plan->wide ? 32 : lane_bits;
 
-  Carver carver{static_cast<char*>(workspace), 0};
+  DeviceCarver carver(workspace);
   carver.take(count, &r.lane);
   carver.take(num_q * dims.C * dims.W, &r.write_post);
   carver.take(count, &r.position);
@@ -96,7 +85,7 @@ cudaError_t make_plan(
   carver.take(num_q * dims.C, &r.beta);
   carver.take(cells, &r.inverse);
   carver.take(cells, &r.qk);
-  plan->records_bytes = carver.used;
+  plan->records_bytes = static_cast<size_t>(carver.used());
 
   const auto take_words = [&]() {
     uint64_t* wide_words = nullptr;
@@ -115,7 +104,7 @@ cudaError_t make_plan(
   carver.take(count, &p.local_log);
   carver.take(gram ? count : 0, &p.pair);
   carver.take(cells, &p.scaled_a);
-  plan->bytes = carver.used;
+  plan->bytes = static_cast<size_t>(carver.used());
   return cudaSuccess;
 }
 
