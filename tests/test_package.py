@@ -246,3 +246,25 @@ print(kernels.get_kernel("org/sparse-delta-memory", version=1, backend=backend).
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).parent == variant
+
+
+def test_loads_without_the_compiler_of_torch(variant):
+    # torch._dynamo and sympy are a second of imports that only torch.compile needs.
+    code = """
+import sys
+import kernels
+import torch
+before = set(sys.modules)
+kernels.get_kernel("org/sparse-delta-memory", version=1)
+print(*sorted({"torch._dynamo", "torch._inductor", "sympy", "triton"} & set(sys.modules) - before))
+"""
+    environment = dict(
+        os.environ,
+        HF_HUB_OFFLINE="1",
+        LOCAL_KERNELS=f"org/sparse-delta-memory={variant.parent.parent}",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

@@ -330,7 +330,6 @@ def recurrent_sdm_(
     return out
 
 
-@torch.compiler.disable
 def check_indices(idx: Tensor, num_slots: int) -> None:
     """Raise IndexError if a slot id lies outside ``[0, num_slots)``, naming the first position.
 
@@ -361,6 +360,8 @@ def check_indices(idx: Tensor, num_slots: int) -> None:
 
     """
     func = "check_indices"
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
     check_tensor(func, "idx", idx)
     check_dtype(func, "idx", idx, INDICES)
     if isinstance(num_slots, bool) or not isinstance(num_slots, int):
@@ -395,10 +396,13 @@ def cuda_chunk_limit(shared_memory: int, element_size: int) -> int:
     return max(16, min(tokens // 16 * 16, _CUDA_MAX_CHUNK))
 
 
-@torch.compiler.assume_constant_result
 def _device_chunk_limit(device: torch.device, element_size: int) -> int:
     shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return cuda_chunk_limit(shared_memory, element_size)
+
+
+# All that torch.compiler.assume_constant_result does; to call it would import torch._dynamo, a second.
+_device_chunk_limit._dynamo_marked_constant = True
 
 
 def effective_chunk_size(
