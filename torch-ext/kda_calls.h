@@ -1,5 +1,5 @@
-//! @file The KDA ops up to the launch, the same for every backend: check the arguments, allocate
-//! the results, fill the parameters of the kernels. A backend adds where its integers lie and
+//! @file The two halves of a KDA op: prepare_* checks the arguments, allocates the results and
+//! fills the parameters of the kernels; run_*, for each backend, adds where the integers lie and
 //! launches.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "sdm_kernels/kda/kda_params.h"
+#include "torch-ext/backend.h"
 #include "torch-ext/torch_util.h"
 
 namespace sdm::ext {
@@ -96,5 +97,47 @@ KdaStepCall prepare_kda_step(
     const KdaOptionArgs& options,
     const std::optional<Tensor>& state_indices
 );
+
+void run_kda_fwd(
+    const Cpu& backend,
+    const char* op,
+    kda::KdaFwdParams params,
+    const std::optional<Tensor>& cu_seqlens
+);
+void run_kda_bwd(
+    const Cpu& backend,
+    const char* op,
+    kda::KdaBwdParams params,
+    const std::optional<Tensor>& cu_seqlens
+);
+void run_kda_step(
+    const Cpu& backend,
+    const char* op,
+    kda::KdaStepParams params,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& state_indices
+);
+
+#ifdef CUDA_KERNEL
+void run_kda_fwd(
+    const Cuda& backend,
+    const char* op,
+    kda::KdaFwdParams params,
+    const std::optional<Tensor>& cu_seqlens
+);
+void run_kda_bwd(
+    const Cuda& backend,
+    const char* op,
+    kda::KdaBwdParams params,
+    const std::optional<Tensor>& cu_seqlens
+);
+void run_kda_step(
+    const Cuda& backend,
+    const char* op,
+    kda::KdaStepParams params,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& state_indices
+);
+#endif
 
 }  // namespace sdm::ext

@@ -1,5 +1,5 @@
-//! @file The SDM ops up to the launch, the same for every backend: check the arguments, allocate
-//! the results, fill the parameters of the kernels. A backend adds where its integers lie and
+//! @file The two halves of an SDM op: prepare_* checks the arguments, allocates the results and
+//! fills the parameters of the kernels; run_*, for each backend, adds where the integers lie and
 //! launches.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "sdm_kernels/sdm/sdm_params.h"
+#include "torch-ext/backend.h"
 #include "torch-ext/torch_util.h"
 
 namespace sdm::ext {
@@ -89,5 +90,64 @@ SdmInPlaceCall prepare_sdm_in_place(
     const std::optional<Tensor>& state_indices,
     int64_t chunk_size
 );
+
+// Ids to check: int64 if wide, else int32; num_slots is where they must be below.
+struct SdmIndices {
+  const void* data;
+  bool wide;
+  int64_t count;
+  int64_t num_slots;
+};
+
+// num_states: rows of the bank that state_indices, or else the sequences, choose from. first_bad:
+// one number in the backend's memory.
+void run_sdm_fwd(
+    const Cpu& backend,
+    const char* op,
+    SdmFwdParams params,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& state_indices,
+    int64_t num_states
+);
+void run_sdm_bwd(
+    const Cpu& backend, const char* op, SdmBwdParams params, const std::optional<Tensor>& cu_seqlens
+);
+void run_sdm_step(
+    const Cpu& backend,
+    const char* op,
+    SdmFwdParams params,
+    const std::optional<Tensor>& state_indices,
+    int64_t num_states
+);
+void run_sdm_check_indices(
+    const Cpu& backend, const char* op, const SdmIndices& idx, int64_t* first_bad
+);
+
+#ifdef CUDA_KERNEL
+void run_sdm_fwd(
+    const Cuda& backend,
+    const char* op,
+    SdmFwdParams params,
+    const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& state_indices,
+    int64_t num_states
+);
+void run_sdm_bwd(
+    const Cuda& backend,
+    const char* op,
+    SdmBwdParams params,
+    const std::optional<Tensor>& cu_seqlens
+);
+void run_sdm_step(
+    const Cuda& backend,
+    const char* op,
+    SdmFwdParams params,
+    const std::optional<Tensor>& state_indices,
+    int64_t num_states
+);
+void run_sdm_check_indices(
+    const Cuda& backend, const char* op, const SdmIndices& idx, int64_t* first_bad
+);
+#endif
 
 }  // namespace sdm::ext

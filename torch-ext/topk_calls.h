@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file What the torch entry points of product-key top-k share: check, allocate, fill the
-//! parameters. The parameters point into the arguments and into factor_dims.
+//! @file The two halves of a product-key top-k op: prepare_* checks the arguments, allocates the
+//! results and fills the parameters, which point into the arguments and into factor_dims; run_*,
+//! for each backend, launches.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include "sdm_kernels/common/hd.h"
 #include "sdm_kernels/common/order.h"
 #include "sdm_kernels/topk/topk_params.h"
+#include "torch-ext/backend.h"
 #include "torch-ext/torch_util.h"
 
 namespace sdm::ext {
@@ -136,5 +138,13 @@ inline TopkBwdCall prepare_topk_bwd(
   params.d_scores = d_scores.mutable_data_ptr();
   return {params, d_scores};
 }
+
+void run_topk_fwd(const Cpu& backend, const char* op, const TopkFwdParams& params);
+void run_topk_bwd(const Cpu& backend, const char* op, const TopkBwdParams& params);
+
+#ifdef CUDA_KERNEL
+void run_topk_fwd(const Cuda& backend, const char* op, const TopkFwdParams& params);
+void run_topk_bwd(const Cuda& backend, const char* op, const TopkBwdParams& params);
+#endif
 
 }  // namespace sdm::ext

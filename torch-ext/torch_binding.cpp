@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file The op schemas, once, and one block of implementations per backend; no logic.
-#include "torch-ext/torch_binding.h"
-
 #include <torch/csrc/stable/library.h>
 
 #include "registration.h"
+#include "torch-ext/kda_ops.h"
+#include "torch-ext/sdm_ops.h"
+#include "torch-ext/topk_ops.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, ops) {
   ops.def("product_key_topk_fwd(Tensor scores, int[] factor_dims, int k) -> (Tensor, Tensor)");
@@ -63,32 +64,32 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, ops) {
 
 // Every variant holds the CPU kernels, the CUDA ones too: a CUDA user has CPU tensors as well.
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, ops) {
-  ops.impl("product_key_topk_fwd", TORCH_BOX(&sdm::ext::product_key_topk_fwd_cpu));
-  ops.impl("product_key_topk_bwd", TORCH_BOX(&sdm::ext::product_key_topk_bwd_cpu));
-  ops.impl("sdm_chunk_fwd", TORCH_BOX(&sdm::ext::sdm_chunk_fwd_cpu));
-  ops.impl("sdm_chunk_bwd", TORCH_BOX(&sdm::ext::sdm_chunk_bwd_cpu));
-  ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk_cpu));
-  ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step_cpu));
-  ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices_cpu));
-  ops.impl("kda_chunk_fwd", TORCH_BOX(&sdm::ext::kda_chunk_fwd_cpu));
-  ops.impl("kda_chunk_bwd", TORCH_BOX(&sdm::ext::kda_chunk_bwd_cpu));
-  ops.impl("kda_recurrent_fwd", TORCH_BOX(&sdm::ext::kda_recurrent_fwd_cpu));
-  ops.impl("kda_step_", TORCH_BOX(&sdm::ext::kda_step_cpu));
+  ops.impl("product_key_topk_fwd", TORCH_BOX(&sdm::ext::product_key_topk_fwd<sdm::ext::Cpu>));
+  ops.impl("product_key_topk_bwd", TORCH_BOX(&sdm::ext::product_key_topk_bwd<sdm::ext::Cpu>));
+  ops.impl("sdm_chunk_fwd", TORCH_BOX(&sdm::ext::sdm_chunk_fwd<sdm::ext::Cpu>));
+  ops.impl("sdm_chunk_bwd", TORCH_BOX(&sdm::ext::sdm_chunk_bwd<sdm::ext::Cpu>));
+  ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk<sdm::ext::Cpu>));
+  ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step<sdm::ext::Cpu>));
+  ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices<sdm::ext::Cpu>));
+  ops.impl("kda_chunk_fwd", TORCH_BOX(&sdm::ext::kda_chunk_fwd<sdm::ext::Cpu>));
+  ops.impl("kda_chunk_bwd", TORCH_BOX(&sdm::ext::kda_chunk_bwd<sdm::ext::Cpu>));
+  ops.impl("kda_recurrent_fwd", TORCH_BOX(&sdm::ext::kda_recurrent_fwd<sdm::ext::Cpu>));
+  ops.impl("kda_step_", TORCH_BOX(&sdm::ext::kda_step<sdm::ext::Cpu>));
 }
 
 #ifdef CUDA_KERNEL
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, ops) {
-  ops.impl("product_key_topk_fwd", TORCH_BOX(&sdm::ext::product_key_topk_fwd_cuda));
-  ops.impl("product_key_topk_bwd", TORCH_BOX(&sdm::ext::product_key_topk_bwd_cuda));
-  ops.impl("sdm_chunk_fwd", TORCH_BOX(&sdm::ext::sdm_chunk_fwd_cuda));
-  ops.impl("sdm_chunk_bwd", TORCH_BOX(&sdm::ext::sdm_chunk_bwd_cuda));
-  ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk_cuda));
-  ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step_cuda));
-  ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices_cuda));
-  ops.impl("kda_chunk_fwd", TORCH_BOX(&sdm::ext::kda_chunk_fwd_cuda));
-  ops.impl("kda_chunk_bwd", TORCH_BOX(&sdm::ext::kda_chunk_bwd_cuda));
-  ops.impl("kda_recurrent_fwd", TORCH_BOX(&sdm::ext::kda_recurrent_fwd_cuda));
-  ops.impl("kda_step_", TORCH_BOX(&sdm::ext::kda_step_cuda));
+  ops.impl("product_key_topk_fwd", TORCH_BOX(&sdm::ext::product_key_topk_fwd<sdm::ext::Cuda>));
+  ops.impl("product_key_topk_bwd", TORCH_BOX(&sdm::ext::product_key_topk_bwd<sdm::ext::Cuda>));
+  ops.impl("sdm_chunk_fwd", TORCH_BOX(&sdm::ext::sdm_chunk_fwd<sdm::ext::Cuda>));
+  ops.impl("sdm_chunk_bwd", TORCH_BOX(&sdm::ext::sdm_chunk_bwd<sdm::ext::Cuda>));
+  ops.impl("sdm_chunk_", TORCH_BOX(&sdm::ext::sdm_chunk<sdm::ext::Cuda>));
+  ops.impl("sdm_step_", TORCH_BOX(&sdm::ext::sdm_step<sdm::ext::Cuda>));
+  ops.impl("sdm_check_indices", TORCH_BOX(&sdm::ext::sdm_check_indices<sdm::ext::Cuda>));
+  ops.impl("kda_chunk_fwd", TORCH_BOX(&sdm::ext::kda_chunk_fwd<sdm::ext::Cuda>));
+  ops.impl("kda_chunk_bwd", TORCH_BOX(&sdm::ext::kda_chunk_bwd<sdm::ext::Cuda>));
+  ops.impl("kda_recurrent_fwd", TORCH_BOX(&sdm::ext::kda_recurrent_fwd<sdm::ext::Cuda>));
+  ops.impl("kda_step_", TORCH_BOX(&sdm::ext::kda_step<sdm::ext::Cuda>));
 }
 #endif
 

@@ -1,13 +1,20 @@
-//! @file Kimi delta attention for torch on the CPU.
 // SPDX-License-Identifier: Apache-2.0
-#include "sdm_kernels/kda/kda_launch.h"
+//! @file The ops of Kimi delta attention, for every backend. Name = schema name (without a trailing
+//! underscore). Shapes and meanings: docs/kda.md; prepare_* checks them. The values of `gate` and
+//! `beta_mode`: kda_params.h.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
 #include "torch-ext/kda_calls.h"
-#include "torch-ext/results.h"
-#include "torch-ext/torch_binding.h"
 
 namespace sdm::ext {
 
-std::tuple<Tensor, Tensor, Tensor> kda_chunk_fwd_cpu(
+// Returns out, final_state, chunk_states.
+template <typename Backend>
+std::tuple<Tensor, Tensor, Tensor> kda_chunk_fwd(
     const Tensor& q,
     const Tensor& k,
     const Tensor& v,
@@ -28,7 +35,8 @@ std::tuple<Tensor, Tensor, Tensor> kda_chunk_fwd_cpu(
     bool output_chunk_states
 ) {
   const char* op = "kda_chunk_fwd";
-  KdaFwdCall call = prepare_kda_fwd(
+  const Backend backend(q);
+  const KdaFwdCall call = prepare_kda_fwd(
       op,
       {q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
       {scale, l2norm, gate, lower_bound, beta_mode, v_first},
@@ -37,13 +45,13 @@ std::tuple<Tensor, Tensor, Tensor> kda_chunk_fwd_cpu(
       output_final_state,
       output_chunk_states
   );
-  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  check_status(op, kda::kda_fwd_cpu(call.params, torch_parallel_for()));
+  run_kda_fwd(backend, op, call.params, cu_seqlens);
   return call.results();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_chunk_bwd_cpu(
+// Returns d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias, d_initial_state.
+template <typename Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_chunk_bwd(
     const Tensor& d_out,
     const std::optional<Tensor>& d_final_state,
     const Tensor& q,
@@ -67,7 +75,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_c
     bool need_state_grad
 ) {
   const char* op = "kda_chunk_bwd";
-  KdaBwdCall call = prepare_kda_bwd(
+  const Backend backend(q);
+  const KdaBwdCall call = prepare_kda_bwd(
       op,
       d_out,
       d_final_state,
@@ -79,13 +88,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_c
       need_gate_grad,
       need_state_grad
   );
-  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  check_status(op, kda::kda_bwd_cpu(call.params, torch_parallel_for()));
+  run_kda_bwd(backend, op, call.params, cu_seqlens);
   return call.results();
 }
 
-std::tuple<Tensor, Tensor> kda_recurrent_fwd_cpu(
+// Token by token; returns out, final_state.
+template <typename Backend>
+std::tuple<Tensor, Tensor> kda_recurrent_fwd(
     const Tensor& q,
     const Tensor& k,
     const Tensor& v,
@@ -104,20 +113,21 @@ std::tuple<Tensor, Tensor> kda_recurrent_fwd_cpu(
     bool output_final_state
 ) {
   const char* op = "kda_recurrent_fwd";
-  KdaStepCall call = prepare_kda_recurrent(
+  const Backend backend(q);
+  const KdaStepCall call = prepare_kda_recurrent(
       op,
       {q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
       {scale, l2norm, gate, lower_bound, beta_mode, v_first},
       initial_state,
       output_final_state
   );
-  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  check_status(op, kda::kda_step_cpu(call.params, torch_parallel_for()));
+  run_kda_step(backend, op, call.params, cu_seqlens, std::nullopt);
   return {call.out, call.final_state};
 }
 
-Tensor kda_step_cpu(
+// Advances `state` in place token by token; returns out.
+template <typename Backend>
+Tensor kda_step(
     Tensor state,
     const Tensor& q,
     const Tensor& k,
@@ -136,18 +146,15 @@ Tensor kda_step_cpu(
     bool v_first
 ) {
   const char* op = "kda_step_";
-  KdaStepCall call = prepare_kda_step(
+  const Backend backend(q);
+  const KdaStepCall call = prepare_kda_step(
       op,
       state,
       {q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
       {scale, l2norm, gate, lower_bound, beta_mode, v_first},
       state_indices
   );
-  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  const std::vector<int64_t> rows = host_integers(op, "state_indices", state_indices);
-  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  call.params.state_indices = data_or_null(rows, state_indices);
-  check_status(op, kda::kda_step_cpu(call.params, torch_parallel_for()));
+  run_kda_step(backend, op, call.params, cu_seqlens, state_indices);
   return call.out;
 }
 

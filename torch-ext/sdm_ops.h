@@ -1,13 +1,20 @@
-//! @file Sparse delta memory for torch on the CPU.
 // SPDX-License-Identifier: Apache-2.0
-#include "sdm_kernels/sdm/sdm_launch.h"
-#include "torch-ext/results.h"
+//! @file The ops of sparse delta memory, for every backend. Name = schema name (without a trailing
+//! underscore). Shapes and meanings: docs/semantics.md; prepare_* checks them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
 #include "torch-ext/sdm_calls.h"
-#include "torch-ext/torch_binding.h"
 
 namespace sdm::ext {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
+// Returns out, final_state, errors, saved_rows, row_scales.
+template <typename Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd(
     const Tensor& write_idx,
     const Tensor& write_val,
     const Tensor& v,
@@ -23,7 +30,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
     int64_t segment_chunks
 ) {
   const char* op = "sdm_chunk_fwd";
-  SdmFwdCall call = prepare_sdm_fwd(
+  const Backend backend(v);
+  const SdmFwdCall call = prepare_sdm_fwd(
       op,
       write_idx,
       write_val,
@@ -39,13 +47,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd_cpu(
       save_mode,
       segment_chunks
   );
-  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  check_status(op, sdm_fwd_cpu(call.params, call.params.dims.N, torch_parallel_for()));
+  run_sdm_fwd(backend, op, call.params, cu_seqlens, std::nullopt, call.params.dims.N);
   return call.results();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd_cpu(
+// Returns d_write_val, d_v, d_beta, d_g, d_read_val, d_initial_state.
+template <typename Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd(
     const Tensor& d_out,
     const std::optional<Tensor>& d_final_state,
     const Tensor& write_idx,
@@ -66,7 +74,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd_cpu(
     bool need_state_grad
 ) {
   const char* op = "sdm_chunk_bwd";
-  SdmBwdCall call = prepare_sdm_bwd(
+  const Backend backend(d_out);
+  const SdmBwdCall call = prepare_sdm_bwd(
       op,
       d_out,
       d_final_state,
@@ -87,13 +96,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd_cpu(
       shared_bank,
       need_state_grad
   );
-  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  check_status(op, sdm_bwd_cpu(call.params, torch_parallel_for()));
+  run_sdm_bwd(backend, op, call.params, cu_seqlens);
   return call.results();
 }
 
-Tensor sdm_chunk_cpu(
+// Advances `state` in place; returns out.
+template <typename Backend>
+Tensor sdm_chunk(
     Tensor state,
     const Tensor& write_idx,
     const Tensor& write_val,
@@ -107,7 +116,8 @@ Tensor sdm_chunk_cpu(
     int64_t chunk_size
 ) {
   const char* op = "sdm_chunk_";
-  SdmInPlaceCall call = prepare_sdm_in_place(
+  const Backend backend(v);
+  const SdmInPlaceCall call = prepare_sdm_in_place(
       op,
       state,
       write_idx,
@@ -121,16 +131,13 @@ Tensor sdm_chunk_cpu(
       state_indices,
       chunk_size
   );
-  const std::vector<int64_t> offsets = host_integers(op, "cu_seqlens", cu_seqlens);
-  const std::vector<int64_t> rows = host_integers(op, "state_indices", state_indices);
-  call.params.cu_seqlens = data_or_null(offsets, cu_seqlens);
-  call.params.state_indices = data_or_null(rows, state_indices);
-  check_status(op, sdm_fwd_cpu(call.params, state.size(0), torch_parallel_for()));
+  run_sdm_fwd(backend, op, call.params, cu_seqlens, state_indices, state.size(0));
   return call.out;
 }
 
-// A chunk of one token is the token recurrence itself.
-Tensor sdm_step_cpu(
+// Advances `state` in place; returns out. The same as a chunk of one token.
+template <typename Backend>
+Tensor sdm_step(
     Tensor state,
     const Tensor& write_idx,
     const Tensor& write_val,
@@ -141,27 +148,41 @@ Tensor sdm_step_cpu(
     const Tensor& read_val,
     const std::optional<Tensor>& state_indices
 ) {
-  return sdm_chunk_cpu(
-      state, write_idx, write_val, v, beta, g, read_idx, read_val, std::nullopt, state_indices, 1
+  const char* op = "sdm_step_";
+  const Backend backend(v);
+  const SdmInPlaceCall call = prepare_sdm_in_place(
+      op,
+      state,
+      write_idx,
+      write_val,
+      v,
+      beta,
+      g,
+      read_idx,
+      read_val,
+      std::nullopt,
+      state_indices,
+      1
   );
+  run_sdm_step(backend, op, call.params, state_indices, state.size(0));
+  return call.out;
 }
 
-Tensor sdm_check_indices_cpu(const Tensor& idx, int64_t num_slots) {
+// The linear position of the first id outside [0, num_slots), or -1, as a 0-d int64 tensor.
+template <typename Backend>
+Tensor sdm_check_indices(const Tensor& idx, int64_t num_slots) {
   const char* op = "sdm_check_indices";
   check_contiguous(op, "idx", idx);
   const bool wide = is_int64(op, "idx", idx);
-  const void* data = idx.const_data_ptr();
-  int64_t first_bad = -1;
-  for (int64_t i = 0; i < idx.numel() && first_bad < 0; ++i) {
-    const int64_t slot =
-        wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
-    if (slot < 0 || slot >= num_slots) {
-      first_bad = i;
-    }
-  }
-  Tensor result = torch::stable::new_empty(idx, {}, ScalarType::Long);
-  *static_cast<int64_t*>(result.mutable_data_ptr()) = first_bad;
-  return result;
+  const Backend backend(idx);
+  Tensor first_bad = new_empty(idx, std::vector<int64_t>{}, ScalarType::Long);
+  run_sdm_check_indices(
+      backend,
+      op,
+      {idx.const_data_ptr(), wide, idx.numel(), num_slots},
+      static_cast<int64_t*>(first_bad.mutable_data_ptr())
+  );
+  return first_bad;
 }
 
 }  // namespace sdm::ext
