@@ -66,18 +66,30 @@ def test_launches_name_a_stream_and_are_checked(path):
         assert "stream" in before + after, f"{rel(path)}: {call.group(0)}"
 
 
+def functions(pattern, text):
+    """Return {name: body} of the functions whose name fits."""
+    found = re.finditer(rf"^[^\n;]*\b({pattern})\((?:[^;{{]*)\) \{{\n(.*?)^\}}", text, re.S | re.M)
+    return {match.group(1): match.group(2) for match in found}
+
+
 def test_every_op_guards_its_device_and_takes_its_stream():
     block = re.search(
         r"_IMPL\(TORCH_EXTENSION_NAME, CUDA, ops\) \{(.*?)^\}", source(BINDING), re.S | re.M
     )
-    names = re.findall(r"TORCH_BOX\(&sdm::ext::(\w+)\)", block.group(1))
-    assert len(names) >= 7
-    text = "\n".join(source(path) for path in CUDA_TORCH)
-    for name in names:
-        body = re.search(rf"^[^\n;]*\b{name}\((.*?)^\}}", text, re.S | re.M)
-        assert body, f"{name} is not defined in torch-ext/*_cuda.cpp"
-        assert re.search(r"DeviceGuard \w+\(", body.group(1)), f"{name} guards no device"
-        assert "current_stream(" in body.group(1), f"{name} does not ask for the current stream"
+    names = re.findall(r"TORCH_BOX\(&sdm::ext::(\w+)<sdm::ext::Cuda>\)", block.group(1))
+    assert len(names) == block.group(1).count("ops.impl") >= 11
+    backend = source(ROOT / "torch-ext" / "backend.h")
+    assert re.search(
+        r"class Cuda \{.*guard_\(like\.get_device_index\(\)\).*DeviceGuard guard_;", backend, re.S
+    )
+    ops = "\n".join(source(path) for path in sorted((ROOT / "torch-ext").glob("*_ops.h")))
+    bodies = functions(r"\w+", ops)
+    assert sorted(names) == sorted(bodies)
+    launches = functions(r"run_\w+", "\n".join(source(path) for path in CUDA_TORCH))
+    for name, body in bodies.items():
+        guard, launch = body.find("const Backend backend("), re.search(r"\b(run_\w+)\(", body)
+        assert 0 <= guard < launch.start(), f"{name} guards no device"
+        assert "backend.stream()" in launches[launch.group(1)], f"{launch.group(1)}: which stream?"
 
 
 def test_the_rules_find_what_they_are_for():
