@@ -344,7 +344,7 @@ void time_shape(int64_t B, int64_t T, int64_t H, bool states) {
   const DeviceArray<uint8_t> workspace(kda_tensor_fwd_workspace(p));
 
   // The preparation alone, in windows of the same size.
-  KdaPrepParams prep{d, p.base.options, p.base.tokens, {}, {}, {}, false};
+  KdaPrepParams prep{d, p.base.options, p.base.tokens, {}, {}, {}};
   prep.records = {reinterpret_cast<char*>(workspace.data), KdaRecord<128>::kForwardBytes};
   const KdaWindowPlan plan = kda_window_plan(d, false, 792);
 

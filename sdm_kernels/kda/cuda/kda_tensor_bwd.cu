@@ -158,7 +158,7 @@ cudaError_t make_records(
 ) {
   const KdaBwdWindow w = window_params(params, memory, window);
   return launch_kda_tensor_prep(
-      {w.dims, w.options, w.tokens, w.cu_seqlens, window, w.records, false}, stream, overlap
+      {w.dims, w.options, w.tokens, w.cu_seqlens, window, w.records}, stream, overlap
   );
 }
 

@@ -119,7 +119,6 @@ cudaError_t launch_kda_tensor_fwd(
   prep.tokens = base.tokens;
   prep.cu_seqlens = params.cu_seqlens;
   prep.records.stride = record_bytes(dims.K);
-  prep.key_scores = false;
 
   cuda::KdaScanArgs scan;
   scan.dims = dims;

@@ -1,144 +1,179 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Inverse of a 64 x 64 unit lower triangular matrix I + L in shared memory, by one block of
-//! eight warps: substitution inside the 16 x 16 diagonal blocks, then pairwise merging,
+//! @file Inverse of a 64 x 64 unit lower triangular matrix I + diag(beta) F, by one block of
+//! threads: substitution inside the 16 x 16 diagonal blocks, then pairwise merging,
 //!   inv [[A, 0], [B, D]] = [[A', 0], [-D' B A', D']].
 //!
-//! Never the product form (I - L)(I + L^2)...: its terms cancel when keys repeat. The products of
-//! the merges run on tensor cores in three tf32 terms, about as exact as float.
+//! Never the product form (I - L)(I + L^2)...: its terms cancel when keys repeat. The merges run on
+//! tensor cores with every operand as a sum of two fp16 numbers, head and tail, about as exact as
+//! float. What the answer is stored in, fp16, is its head.
 #pragma once
 
 #include <cstdint>
 
-#include "sdm_kernels/cuda/mma.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_tile.cuh"
 
 namespace sdm::kda::cuda {
 
-// Row pitch of the float matrices: rows start at 16 bytes, and four lanes beside eight rows fall
-// into different banks.
-constexpr int kInversePitch = 68;
+// Floats from row to row of the diagonal blocks of F: [64][pitch], row i has columns i / 16 * 16
+// on.
+constexpr int kDiagonalPitch = 20;
 
-// Floats of scratch that the merges need, per warp.
-constexpr int kMergeScratch = 32 * 9;
+// The rest, L = diag(beta) F: rows 16 to 63 of columns 0 to 31, and rows 48 to 63 of columns 32 to
+// 47 in the free place at rows 16 to 31, columns 16 to 31.
+using FarTile = KdaTile<48, 32>;
+using InverseTile = KdaTile<64, 64>;
 
-// Column lane % 16 of the inverse of diagonal block `block`, by one warp.
-__device__ __forceinline__ void invert_diagonal(const float* lower, float* inverse, int block) {
-  const int lane = threadIdx.x % 32;
-  const int column = lane % 16;
-  const float* from = lower + block * 16 * (kInversePitch + 1);
+// Addresses of the two terms of a matrix in shared memory.
+struct TwoTerms {
+  uint32_t head, tail;
+};
+
+// x = head + tail, pairs of fp16.
+__device__ __forceinline__ void split_pair(uint32_t& head, uint32_t& tail, float x, float y) {
+  head = pack_f16(x, y);
+  const float2 rounded = unpack_f16(head);
+  tail = pack_f16(x - rounded.x, y - rounded.y);
+}
+
+struct SplitFragment {
+  uint32_t head[4], tail[4];
+
+  // Of 16 x 16 sums, as the A operand of the next product, with the other sign.
+  __device__ __forceinline__ static SplitFragment negative(const float (&c)[2][4]) {
+    SplitFragment a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = c[i / 2] + i % 2 * 2;
+      split_pair(a.head[i], a.tail[i], -pair[0], -pair[1]);
+    }
+    return a;
+  }
+};
+
+template <typename Tile>
+__device__ __forceinline__ void load_split_a(SplitFragment& a, TwoTerms from, int row, int col) {
+  Tile::load_a(a.head, from.head, row, col);
+  Tile::load_a(a.tail, from.tail, row, col);
+}
+
+// c += a b with b[k][n] = tile[row + k][col + n].
+template <typename Tile>
+__device__ __forceinline__ void add_split_product(
+    float (&c)[2][4], const SplitFragment& a, TwoTerms from, int row, int col
+) {
+  uint32_t head[4], tail[4];
+  Tile::load_b(head, from.head, row, col);
+  Tile::load_b(tail, from.tail, row, col);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    mma_f16(c[n], a.tail, head[2 * n], head[2 * n + 1]);
+    mma_f16(c[n], a.head, tail[2 * n], tail[2 * n + 1]);
+    mma_f16(c[n], a.head, head[2 * n], head[2 * n + 1]);
+  }
+}
+
+// Inverse of diagonal block `block`; lane % 16 is the row.
+__device__ __forceinline__ void invert_diagonal(
+    const float* diagonal, const float* beta, unsigned char* heads, unsigned char* tails, int block
+) {
+  const int row = threadIdx.x % 16;
+  const float* from = diagonal + block * 16 * kDiagonalPitch;
+  // x (I + L) = row of I, from the last column on.
   float x[16];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float row[16];
-#pragma unroll
-    for (int m = 0; m < i; m += 4) {
-      const float4 piece = *reinterpret_cast<const float4*>(from + i * kInversePitch + m);
-      row[m] = piece.x;
-      row[m + 1] = piece.y;
-      row[m + 2] = piece.z;
-      row[m + 3] = piece.w;
-    }
-    float sum = i == column ? 1.0f : 0.0f;
-#pragma unroll
-    for (int m = 0; m < i; ++m) {
-      sum -= row[m] * x[m];
-    }
-    x[i] = sum;
+  for (int j = 0; j < 16; ++j) {
+    x[j] = j == row ? 1.0f : 0.0f;
   }
-  if (lane < 16) {
-    float* to = inverse + block * 16 * (kInversePitch + 1) + column;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      to[i * kInversePitch] = x[i];
+  for (int m = 15; m > 0; --m) {
+    const float scaled = x[m] * beta[block * 16 + m];
+#pragma unroll
+    for (int j = 0; j < m; j += 4) {
+      const float4 y = *reinterpret_cast<const float4*>(from + m * kDiagonalPitch + j);
+      const float factor[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (j + i < m) {
+          x[j + i] -= scaled * factor[i];
+        }
+      }
     }
+  }
+  uint32_t head[8], tail[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    split_pair(head[j], tail[j], x[2 * j], x[2 * j + 1]);
+  }
+#pragma unroll
+  for (int j = 0; j < 8; j += 4) {
+    const int at = InverseTile::at(block * 16 + row, block * 16 + 2 * j);
+    *reinterpret_cast<uint4*>(heads + at) =
+        make_uint4(head[j], head[j + 1], head[j + 2], head[j + 3]);
+    *reinterpret_cast<uint4*>(tails + at) =
+        make_uint4(tail[j], tail[j + 1], tail[j + 2], tail[j + 3]);
   }
 }
 
-// c += a b in three tf32 terms. The heads are cut, not rounded, which the tails make good; these
-// are cut by the instruction itself.
-__device__ __forceinline__ void mma_three_terms(
-    float (&c)[4], const float (&a)[4], const float (&b)[2]
+__device__ __forceinline__ void store_split(
+    unsigned char* heads, unsigned char* tails, int row, int col, const float (&c)[2][4]
 ) {
-  constexpr uint32_t kHead = 0xffffe000u;
-  uint32_t a_head[4], a_tail[4], b_head[2], b_tail[2];
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    a_head[i] = __float_as_uint(a[i]) & kHead;
-    a_tail[i] = __float_as_uint(a[i] - __uint_as_float(a_head[i]));
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    b_head[i] = __float_as_uint(b[i]) & kHead;
-    b_tail[i] = __float_as_uint(b[i] - __uint_as_float(b_head[i]));
-  }
-  sdm::cuda::mma_tf32(c, a_tail, b_head);
-  sdm::cuda::mma_tf32(c, a_head, b_tail);
-  sdm::cuda::mma_tf32(c, a_head, b_head);
-}
-
-// c += a b for a tile of 16 x 8 over k in [k_begin, k_end), all in shared memory.
-__device__ __forceinline__ void tile_product(
-    float (&c)[4], const float* a, const float* b, int b_pitch, int k_begin, int k_end
-) {
-  const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
-  for (int k = k_begin; k < k_end; k += 8) {
-    const float* at = a + g * kInversePitch + k + t;
-    const float fa[4] = {at[0], at[8 * kInversePitch], at[4], at[8 * kInversePitch + 4]};
-    const float fb[2] = {b[(k + t) * b_pitch + g], b[(k + t + 4) * b_pitch + g]};
-    mma_three_terms(c, fa, fb);
+    const int at = InverseTile::at(row + i % 2 * 8 + g, col + i / 2 * 8 + 2 * t);
+    split_pair(
+        *reinterpret_cast<uint32_t*>(heads + at),
+        *reinterpret_cast<uint32_t*>(tails + at),
+        c[i / 2][i % 2 * 2],
+        c[i / 2][i % 2 * 2 + 1]
+    );
   }
 }
 
-// One 16 x 8 tile of -D' B A' where A' is the inverse of `size` rows at (corner, corner) and D'
-// that of the rows behind it; `tile` counts tiles along the columns first. Scratch is the warp's
-// own.
-__device__ __forceinline__ void merge_tile(
-    const float* lower, float* inverse, float* scratch, int corner, int size, int tile
-) {
-  constexpr int kPitch = 9;
-  const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
-  const int column = tile % (size / 8) * 8;
-  const int row = tile / (size / 8) * 16;
-  const float* b = lower + (corner + size) * kInversePitch + corner;
-  const float* a_inverse = inverse + corner * (kInversePitch + 1) + column;
-  const float* d_inverse = inverse + (corner + size) * (kInversePitch + 1) + row * kInversePitch;
-  // B A', as many rows as the tile's rows of D' reach, and only where A' is not zero.
-  for (int m = 0; m <= row; m += 16) {
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    tile_product(c, b + m * kInversePitch, a_inverse, kInversePitch, column, size);
-    scratch[(m + g) * kPitch + 2 * t] = c[0];
-    scratch[(m + g) * kPitch + 2 * t + 1] = c[1];
-    scratch[(m + g + 8) * kPitch + 2 * t] = c[2];
-    scratch[(m + g + 8) * kPitch + 2 * t + 1] = c[3];
-  }
-  __syncwarp();
-  float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  tile_product(c, d_inverse, scratch, kPitch, 0, row + 16);
-  float* to = inverse + (corner + size + row + g) * kInversePitch + corner + column + 2 * t;
-  to[0] = -c[0];
-  to[1] = -c[1];
-  to[8 * kInversePitch] = -c[2];
-  to[8 * kInversePitch + 1] = -c[3];
-}
-
-// `inverse` gets the lower triangle; what is above the diagonal blocks is not written. The block
-// must have synchronised after the last write of `lower`, and does so before others read the
-// answer.
+// `heads` gets the inverse in fp16 (InverseTile); its blocks of 16 x 16 above the diagonal are not
+// written. All threads of the block call this together,
+// after it has synchronised; it must do so again before others read the answer.
 __device__ __forceinline__ void invert_unit_lower(
-    const float* lower, float* inverse, float* scratch
+    const float* diagonal,
+    const float* beta,
+    TwoTerms far,
+    unsigned char* heads,
+    unsigned char* tails
 ) {
   const int warp = threadIdx.x / 32;
-  scratch += warp * kMergeScratch;
-  if (warp < 4) {
-    invert_diagonal(lower, inverse, warp);
+  const TwoTerms inverse = {shared_address(heads), shared_address(tails)};
+  if (warp < 2) {
+    invert_diagonal(diagonal, beta, heads, tails, warp * 2 + threadIdx.x % 32 / 16);
+    __syncwarp();
+    // Rows 16 to 31 and columns 0 to 15 of 32.
+    SplitFragment a;
+    float c[2][4] = {};
+    load_split_a<InverseTile>(a, inverse, warp * 32 + 16, warp * 32 + 16);
+    add_split_product<FarTile>(c, a, far, 0, warp * 16);
+    a = SplitFragment::negative(c);
+    float d[2][4] = {};
+    add_split_product<InverseTile>(d, a, inverse, warp * 32, warp * 32);
+    store_split(heads, tails, warp * 32 + 16, warp * 32, d);
   }
   __syncthreads();
   if (warp < 4) {
-    merge_tile(lower, inverse, scratch, warp / 2 * 32, 16, warp % 2);
+    // Block (row, column) of rows 32 to 63 and columns 0 to 31.
+    const int row = 32 + warp / 2 * 16;
+    const int column = warp % 2;
+    float d[2][4] = {};
+    for (int k = column; k < 2; ++k) {
+      float c[2][4] = {};
+      SplitFragment a;
+      for (int m = 32; m <= row; m += 16) {
+        load_split_a<InverseTile>(a, inverse, row, m);
+        add_split_product<FarTile>(c, a, far, m - 16, k * 16);
+      }
+      a = SplitFragment::negative(c);
+      add_split_product<InverseTile>(d, a, inverse, k * 16, column * 16);
+    }
+    store_split(heads, tails, row, column * 16, d);
   }
-  __syncthreads();
-  merge_tile(lower, inverse, scratch, 0, 32, warp);
 }
 
 }  // namespace sdm::kda::cuda

@@ -138,7 +138,7 @@ __device__ __forceinline__ float kda_beta(float x, KdaBeta kind) {
   if (kind == KdaBeta::kActivated) {
     return x;
   }
-  const float s = 1.0f / (1.0f + expf(-x));
+  const float s = fast_reciprocal(1.0f + fast_exp2(-kLog2e * x));
   return kind == KdaBeta::kSigmoid ? s : 2.0f * s;
 }
 

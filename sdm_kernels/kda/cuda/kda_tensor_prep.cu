@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Launch of the token-parallel stage of the tensor path.
+#include <cmath>
 #include <cstdint>
 
 #include <cuda_runtime_api.h>
@@ -11,22 +12,37 @@
 namespace sdm::kda {
 namespace {
 
+template <DType kType, int kK, bool kUsual>
+cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream, bool overlap) {
+  const KdaPrepParams& p = args.params;
+  const dim3 grid(
+      static_cast<unsigned>(p.window.num_chunks),
+      static_cast<unsigned>(p.dims.HV),
+      static_cast<unsigned>(p.window.num_sequences)
+  );
+  return launch_kernel(
+      cuda::kda_prep_kernel<kType, kK, kUsual>,
+      grid,
+      cuda::kPrepThreads,
+      cuda::PrepShared<kK>::kBytes,
+      stream,
+      overlap,
+      args
+  );
+}
+
 template <DType kType, int kK>
 cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream, bool overlap) {
-  using Shared = cuda::PrepShared<kK>;
-  const KdaPrepParams& p = args.params;
-  const int bytes = p.key_scores ? Shared::kBytesWithKeyScores : Shared::kBytes;
-  const dim3 grid(static_cast<unsigned>(p.window.slots()), static_cast<unsigned>(p.dims.HV));
-  return launch_kernel(
-      cuda::kda_prep_kernel<kType, kK>, grid, cuda::kPrepThreads, bytes, stream, overlap, args
-  );
+  const bool usual =
+      args.params.tokens.g.dtype == kType && args.whole_q && args.whole_k && args.whole_g;
+  return usual ? launch<kType, kK, true>(args, stream, overlap)
+               : launch<kType, kK, false>(args, stream, overlap);
 }
 
 }  // namespace
 
 int kda_tensor_prep_shared_bytes(int64_t K) {
-  return K == 128 ? cuda::PrepShared<128>::kBytesWithKeyScores
-                  : cuda::PrepShared<64>::kBytesWithKeyScores;
+  return K == 128 ? cuda::PrepShared<128>::kBytes : cuda::PrepShared<64>::kBytes;
 }
 
 bool kda_rows_aligned(const KdaView& view, int64_t bytes) {
@@ -40,12 +56,18 @@ cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t str
   if (params.window.slots() <= 0 || params.dims.HV <= 0) {
     return cudaSuccess;
   }
-  const int64_t channels = params.dims.K / 32;
+  const int64_t piece = params.dims.K / 8;  // bytes of a lane's channels
   cuda::KdaPrepArgs args;
   args.params = params;
-  args.whole_q = kda_rows_aligned(params.tokens.q, 16);
-  args.whole_k = kda_rows_aligned(params.tokens.k, 16);
-  args.whole_g = kda_rows_aligned(params.tokens.g, element_size(params.tokens.g.dtype) * channels);
+  args.group = static_cast<int>(params.dims.HV / params.dims.H);
+  args.whole_q = kda_rows_aligned(params.tokens.q, piece);
+  args.whole_k = kda_rows_aligned(params.tokens.k, piece);
+  args.whole_g =
+      kda_rows_aligned(params.tokens.g, params.tokens.g.dtype == DType::kF32 ? 16 : piece);
+  args.whole_bias = reinterpret_cast<uintptr_t>(params.tokens.dt_bias) % 16 == 0;
+  // No infinity, which 0 would turn into a NaN.
+  args.inverse_bound =
+      std::fmax(1.0f / (static_cast<float>(params.options.lower_bound) * cuda::kLog2e), -3.0e38f);
   const bool bf16 = params.tokens.q.dtype == DType::kBf16;
   if (params.dims.K == 128) {
     return bf16 ? launch<DType::kBf16, 128>(args, stream, overlap)

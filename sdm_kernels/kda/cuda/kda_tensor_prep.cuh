@@ -15,10 +15,9 @@ struct KdaPrepParams {
   DeviceIntegers cu_seqlens;
   KdaWindow window;
   KdaRecords records;
-  bool key_scores;  // write KdaRecord::kKeyScores; the records then have kBackwardBytes
 };
 
-// Dynamic shared memory that a block needs (with key_scores), for K = 64 or 128.
+// Dynamic shared memory that a block needs for K = 64 or 128.
 int kda_tensor_prep_shared_bytes(int64_t K);
 
 // Whether every row of the view starts at a multiple of `bytes`.

@@ -48,17 +48,14 @@ struct KdaRecord {
   static constexpr int kBeta = kGamma + kK * 4;      // float [64]
   static constexpr int kKeyNorm = kBeta + 256;       // float [64]: k normalised = k * this
   static constexpr int kQueryNorm = kKeyNorm + 256;  // float [64]
-  // Only in records of the backward: F before beta, fp16.
-  static constexpr int kKeyScores = kQueryNorm + 256;
-  static constexpr int kForwardBytes = kKeyScores;
-  static constexpr int kBackwardBytes = kKeyScores + kPanelBytes;
-  static_assert(kForwardBytes % 256 == 0 && kBackwardBytes % 256 == 0);
+  static constexpr int kForwardBytes = kQueryNorm + 256;
+  static_assert(kForwardBytes % 256 == 0);
 };
 
 // The records of a window: [slot][HV], `stride` bytes apart.
 struct KdaRecords {
   char* data;
-  int64_t stride;  // KdaRecord<K>::kForwardBytes or kBackwardBytes
+  int64_t stride;  // KdaRecord<K>::kForwardBytes
 };
 
 // A window is `num_chunks` chunks of each of `num_sequences` sequences. With cu_seqlens, whose
@@ -180,24 +177,36 @@ kda_sequence_of_row(const DeviceIntegers& cu, int64_t row, int64_t N, int64_t T)
   return low;
 }
 
-// Chunk in a slot of the window: `first` is its number; not valid: the slot is not used.
-__device__ __forceinline__ KdaSpan kda_chunk_of_slot(
-    const DeviceIntegers& cu, const KdaWindow& window, int64_t slot, const KdaDims& dims
+// Chunk `chunk` of sequence `index` of the window (packed: row `chunk`, index 0), slot index *
+// num_chunks + chunk: `first` is its number; not valid: the slot is not used.
+__device__ __forceinline__ KdaSpan kda_chunk_of_window(
+    const DeviceIntegers& cu,
+    const KdaWindow& window,
+    int64_t index,
+    int64_t chunk,
+    const KdaDims& dims
 ) {
   KdaSpan span;
   if (cu.data == nullptr) {
-    span.sequence = kda_sequence(cu, window.first_sequence + slot / window.num_chunks, dims.T);
-    span.first = window.first_chunk + slot % window.num_chunks;
+    span.sequence = kda_sequence(cu, window.first_sequence + index, dims.T);
+    span.first = window.first_chunk + chunk;
   } else {
-    const int64_t row = window.first_chunk + slot;
+    const int64_t row = window.first_chunk + chunk;
     span.sequence = kda_sequence(cu, kda_sequence_of_row(cu, row, dims.N, dims.T), dims.T);
     span.first = row - span.sequence.first_row(dims.T);
   }
   span.last = span.first + 1;
-  span.slot = slot;
+  span.slot = index * window.num_chunks + chunk;
   span.valid = span.first >= 0 && span.first < span.sequence.chunks();
   span.ends = span.last == span.sequence.chunks();
   return span;
+}
+
+// The same by slot.
+__device__ __forceinline__ KdaSpan kda_chunk_of_slot(
+    const DeviceIntegers& cu, const KdaWindow& window, int64_t slot, const KdaDims& dims
+) {
+  return kda_chunk_of_window(cu, window, slot / window.num_chunks, slot % window.num_chunks, dims);
 }
 
 // The `index`-th sequence that the window touches; not valid: there is none, or it has ended
