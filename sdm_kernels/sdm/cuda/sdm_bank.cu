@@ -9,15 +9,23 @@ namespace cuda {
 
 namespace {
 
+// About 64 thousand blocks where there is work for so many.
+dim3 bank_grid(int64_t pieces, int64_t streams) {
+  constexpr int64_t kMostBlocks = 1 << 16;
+  const int64_t y = std::min<int64_t>(streams, 65535);
+  const int64_t x =
+      std::min(ceil_div(pieces, kBankThreads * kBankBatch), std::max<int64_t>(1, kMostBlocks / y));
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+}
+
 cudaError_t launch_bank_copy(const BankCopy& p, DType dtype, bool aligned, cudaStream_t stream) {
   const int64_t vec = aligned ? 16 / element_size(dtype) : 1;
-  const int64_t total = p.N * p.H * p.S * (p.D / vec);
-  if (total == 0) {
+  const int64_t pieces = p.S * (p.D / vec);
+  const int64_t streams = shared_source(p) ? p.H : p.N * p.H;
+  if (p.N * streams * pieces == 0) {
     return cudaSuccess;
   }
-  constexpr int64_t kMostBlocks = 1 << 16;
-  const unsigned blocks =
-      static_cast<unsigned>(std::min(ceil_div(total, kBankThreads), kMostBlocks));
+  const dim3 blocks = bank_grid(pieces, streams);
   if (element_size(dtype) == 4) {
     if (aligned) {
       sdm_copy_bank_kernel<uint32_t, 4><<<blocks, kBankThreads, 0, stream>>>(p);
@@ -94,15 +102,23 @@ cudaError_t launch_keep_bank(
 cudaError_t launch_sum_banks(
     DType dtype, const void* parts, void* sum, int64_t N, int64_t elements, cudaStream_t stream
 ) {
-  constexpr int64_t kMostBlocks = 1 << 16;
-  const unsigned blocks =
-      static_cast<unsigned>(std::clamp<int64_t>(ceil_div(elements, kBankThreads), 1, kMostBlocks));
-  return dispatch_bank(dtype, [&](auto* type) {
+  const auto launch = [&](auto* type, auto aligned) {
     using S = std::remove_pointer_t<decltype(type)>;
-    sdm_sum_banks_kernel<S><<<blocks, kBankThreads, 0, stream>>>(
-        static_cast<const S*>(parts), static_cast<S*>(sum), N, elements
-    );
+    constexpr bool kAligned = decltype(aligned)::value;
+    constexpr int64_t kMostBlocks = 1 << 16;
+    const int64_t blocks = ceil_div(elements, kBankThreads * (kAligned ? kVec<S> : 1));
+    sdm_sum_banks_kernel<S, kAligned>
+        <<<static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMostBlocks)),
+           kBankThreads,
+           0,
+           stream>>>(static_cast<const S*>(parts), static_cast<S*>(sum), N, elements);
     return cudaGetLastError();
+  };
+  const bool aligned = elements * element_size(dtype) % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(parts) % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(sum) % 16 == 0;
+  return dispatch_bank(dtype, [&](auto* type) {
+    return aligned ? launch(type, std::true_type{}) : launch(type, std::false_type{});
   });
 }
 

@@ -55,6 +55,29 @@ __device__ __forceinline__ void make_sums(
   }
 }
 
+// The smallest payload of the `want` largest of `count` different ones; the others are kLowestKey.
+template <int kSums, typename Payload>
+__device__ __forceinline__ int32_t
+least_tied(Payload payload, int count, int want, CutShared& search, int lane) {
+  if (count > kWarp) {
+    return warp_cut<kSums>(payload, want, 0, tie_payload(kMaxTopk - 1, 0), search, lane).value;
+  }
+  __syncwarp();  // the last readers of the memory are done
+  if (lane == 0) {
+    search.num_values = 0;
+  }
+  __syncwarp();  // nothing is in it
+#pragma unroll
+  for (int s = 0; s < kSums; ++s) {
+    const int32_t own = payload(s);
+    if (own != kLowestKey) {
+      search.values[atomicAdd(&search.num_values, 1u)] = own;
+    }
+  }
+  __syncwarp();  // the payloads are there; their order does not matter
+  return cut_few(search, count, want, lane).value;
+}
+
 // Leaves exactly num_sums keys that are not below the result.
 template <typename Traits, int kSums>
 __device__ __forceinline__ int32_t
@@ -77,9 +100,8 @@ cut_sums(PairWarp<Traits>& shared, int num_sums, int32_t bound, int lane, int32_
     above += keys[s] > cut.value ? 1 : 0;
   }
   above = __reduce_add_sync(kFullMask, above);
-  const int32_t most_payload = tie_payload(kMaxTopk - 1, 0);
   const int32_t least =
-      warp_cut<kSums>(payload, num_sums - above, 0, most_payload, shared.search, lane).value;
+      least_tied<kSums>(payload, cut.num_ge - above, num_sums - above, shared.search, lane);
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
     const int32_t own = payload(s);
