@@ -112,10 +112,10 @@ inline void time_stages(const kda::KdaCudaBwdParams& p, int64_t window_records) 
       token_params.d_beta = p.base.d_beta;
       token_params.gate_sums = static_cast<float*>(sums.data());
       token_params.aligned_v = token_params.aligned_out = true;
-      token_params.aligned_qk = true;
+      token_params.aligned_qk = token_params.aligned_g = true;
       sum[0] += time([&] {
         return kda::launch_kda_tensor_prep(
-            {dims, common.options, common.tokens, {}, common.window, common.records, false}, nullptr
+            {dims, common.options, common.tokens, {}, common.window, common.records}, nullptr
         );
       });
       sum[1] += time([&] { return kda::launch_kda_tensor_bwd_scan(scan_params, nullptr); });

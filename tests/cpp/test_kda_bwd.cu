@@ -3,8 +3,10 @@
 //! recurrence in double.
 //!
 //! Standalone: returns 0 when every case agrees. Run with "time" it also times shapes, as a whole
-//! and stage by stage. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90a tests/cpp/test_kda_bwd.cu
-//! sdm_kernels/kda/cuda/kda_tensor_*.cu sdm_kernels/kda/cuda/kda_plain_*.cu
+//! and stage by stage; with "speed" it only does that, and a number behind it names the heads of
+//! the one shape of 8192 tokens to time. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90a
+//! tests/cpp/test_kda_bwd.cu sdm_kernels/kda/cuda/kda_tensor_*.cu
+//! sdm_kernels/kda/cuda/kda_plain_*.cu
 #include "sdm_kernels/kda/cuda/kda_paths.h"
 #include "tests/cpp/kda_bwd_time.h"
 #include "tests/cpp/kda_device.h"
@@ -249,20 +251,25 @@ std::vector<Test> all_tests() {
 
 int main(int argc, char** argv) {
   using namespace sdm::test;
+  const std::string mode = argc > 1 ? argv[1] : "";
   int failures = 0;
-  for (const Test& test : all_tests()) {
-    failures += test_case(test.c, test.slack);
+  if (mode != "speed") {
+    for (const Test& test : all_tests()) {
+      failures += test_case(test.c, test.slack);
+    }
+    KdaCase packed{"packed"};
+    packed.lengths = {5, 0, 64, 1, 170, 16};
+    packed.T = 256;
+    packed.K = packed.V = 128;
+    packed.dtype = packed.gate_dtype = packed.d_out_dtype = sdm::DType::kBf16;
+    failures += test_packed_bits(packed);
+    packed.saved = 2;
+    failures += test_packed_bits(packed);
+    std::printf("%d failures\n", failures);
   }
-  KdaCase packed{"packed"};
-  packed.lengths = {5, 0, 64, 1, 170, 16};
-  packed.T = 256;
-  packed.K = packed.V = 128;
-  packed.dtype = packed.gate_dtype = packed.d_out_dtype = sdm::DType::kBf16;
-  failures += test_packed_bits(packed);
-  packed.saved = 2;
-  failures += test_packed_bits(packed);
-  std::printf("%d failures\n", failures);
-  if (argc > 1 && std::string(argv[1]) == "time") {
+  if (argc > 2) {
+    time_kda_bwd(1, 8192, std::atoll(argv[2]), true);
+  } else if (mode == "time" || mode == "speed") {
     for (const int64_t heads : {96, 64, 32, 8}) {
       time_kda_bwd(1, 8192, heads, true);
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Backward of Kimi delta attention on tensor cores: windows of chunks from the last to the
-//! first, in each the records, the reverse scan and the gradients of the tokens. The records of a
-//! window are made in the other of two buffers while the window behind it is scanned.
+//! first, in each the records, the reverse scan and the gradients of the tokens. While a window is
+//! scanned, the gradients of the one behind it and the records of the one before it are made.
 //!
 //! States that the forward did not keep are recomputed by running it once more, with d_v, which is
 //! written later, in the place of its output. Cards whose shared memory does not hold the token
@@ -18,12 +18,13 @@
 namespace sdm::kda {
 namespace {
 
-// Records of a window: some waves of blocks on every card, and 0.2 GiB in all.
-constexpr int64_t kWindowRecords = 768;
+// Records of a window: some waves of blocks, two on each of 132 multiprocessors, and 0.25 GiB in
+// all. Short calls have windows of one wave, so that the scan of one still has others beside it.
+constexpr int64_t kWindowRecords = 792, kShortWindowRecords = 264;
 
 struct BwdMemory {
-  char* records[2];
-  char* bwd_records;
+  char* records[3];
+  char* bwd_records[2];
   float* group_grads;
   float* gate_sums;
   float* carry[2];
@@ -85,7 +86,9 @@ BwdMemory carve(const KdaCudaBwdParams& params, const KdaWindowPlan& plan, void*
   for (char*& records : memory.records) {
     records = carver.take<char>(entries * record_bytes(dims));
   }
-  memory.bwd_records = carver.take<char>(entries * bwd_record_bytes(dims));
+  for (char*& records : memory.bwd_records) {
+    records = carver.take<char>(entries * bwd_record_bytes(dims));
+  }
   if (dims.HV > dims.H) {
     memory.group_grads = carver.take<float>(entries * 2 * kTensorChunk * dims.K);
   }
@@ -106,11 +109,18 @@ BwdMemory carve(const KdaCudaBwdParams& params, const KdaWindowPlan& plan, void*
 }
 
 KdaWindowPlan window_plan(const KdaCudaBwdParams& params) {
-  return kda_window_plan(params.base.dims, is_packed(params), kWindowRecords);
+  const KdaDims& dims = params.base.dims;
+  const int64_t records = chunk_rows(dims, is_packed(params)) * dims.HV;
+  return kda_window_plan(
+      dims, is_packed(params), std::clamp(records / 4, kShortWindowRecords, kWindowRecords)
+  );
 }
 
 KdaBwdWindow window_params(
-    const KdaCudaBwdParams& params, const BwdMemory& memory, const KdaWindow& window
+    const KdaCudaBwdParams& params,
+    const BwdMemory& memory,
+    const KdaWindowPlan& plan,
+    int64_t index
 ) {
   const KdaBwdParams& base = params.base;
   return {
@@ -118,9 +128,9 @@ KdaBwdWindow window_params(
       base.options,
       base.tokens,
       params.cu_seqlens,
-      window,
-      {memory.records[window.parity], record_bytes(base.dims)},
-      memory.bwd_records
+      plan.window(index),
+      {memory.records[index % 3], record_bytes(base.dims)},
+      memory.bwd_records[index % 2]
   };
 }
 
@@ -146,50 +156,74 @@ KdaBwdTokenParams token_params(
   tokens.aligned_out =
       base.d_out.dtype != DType::kF32 && cuda::aligned_rows(base.d_out, base.d_out.stride[3]);
   tokens.aligned_qk = cuda::aligned_rows(base.tokens.q, 1) && cuda::aligned_rows(base.tokens.k, 1);
+  tokens.aligned_g = base.tokens.g.dtype != DType::kF32 && cuda::aligned_rows(base.tokens.g, 1);
   return tokens;
 }
 
-cudaError_t make_records(
-    const KdaCudaBwdParams& params,
-    const BwdMemory& memory,
-    const KdaWindow& window,
-    cudaStream_t stream,
-    bool overlap
-) {
-  const KdaBwdWindow w = window_params(params, memory, window);
-  return launch_kda_tensor_prep(
-      {w.dims, w.options, w.tokens, w.cu_seqlens, window, w.records}, stream, overlap
-  );
-}
+// The launches of all windows, from the last to the first.
+struct BwdLaunches {
+  const KdaCudaBwdParams& params;
+  const BwdMemory& memory;
+  const KdaChunkStates& states;
+  const KdaWindowPlan& plan;
+  cudaStream_t stream;
 
-// The records of window `index` are there or being made; makes those of the one before it.
-cudaError_t run_window(
-    const KdaCudaBwdParams& params,
-    const BwdMemory& memory,
-    const KdaChunkStates& states,
-    const KdaWindowPlan& plan,
-    int64_t index,
-    cudaStream_t stream
-) {
-  const KdaBwdParams& base = params.base;
-  const KdaBwdWindow common = window_params(params, memory, plan.window(index));
-  cudaError_t error = launch_kda_tensor_bwd_scan(
-      {common, base.d_out, base.d_final, base.d_initial, {memory.carry[0], memory.carry[1]}}, stream
-  );
-  if (error == cudaSuccess && index > 0) {
-    // starts while the scan runs, which waited for everything that read this buffer
-    error = make_records(params, memory, plan.window(index - 1), stream, true);
+  KdaBwdWindow window(int64_t index) const { return window_params(params, memory, plan, index); }
+
+  cudaError_t make_records(int64_t index, bool overlap) const {
+    const KdaBwdWindow w = window(index);
+    return launch_kda_tensor_prep(
+        {w.dims, w.options, w.tokens, w.cu_seqlens, w.window, w.records}, stream, overlap
+    );
   }
-  if (error != cudaSuccess) {
+
+  // Waits for everything in front of it.
+  cudaError_t scan(int64_t index) const {
+    const KdaBwdParams& base = params.base;
+    return launch_kda_tensor_bwd_scan(
+        {window(index),
+         base.d_out,
+         base.d_final,
+         base.d_initial,
+         {memory.carry[0], memory.carry[1]}},
+        stream
+    );
+  }
+
+  cudaError_t finish_tokens(int64_t index, bool overlap) const {
+    const KdaBwdTokenParams tokens = token_params(params, memory, states, window(index));
+    const cudaError_t error = launch_kda_tensor_bwd_tokens(tokens, stream, overlap);
+    if (error != cudaSuccess || memory.group_grads == nullptr) {
+      return error;
+    }
+    return launch_kda_tensor_bwd_groups(tokens, stream);
+  }
+
+  cudaError_t run() const {
+    const int64_t last = plan.num_windows() - 1;
+    cudaError_t error = make_records(last, false);
+    if (error == cudaSuccess) {
+      error = scan(last);
+    }
+    if (error == cudaSuccess && last > 0) {
+      error = make_records(last - 1, true);
+    }
+    for (int64_t i = last; i >= 0 && error == cudaSuccess; --i) {
+      if (i > 0) {
+        error = scan(i - 1);
+      }
+      // The next two start while that scan runs, which waited for what they read and for everything
+      // that read what they write.
+      if (error == cudaSuccess) {
+        error = finish_tokens(i, i > 0);
+      }
+      if (error == cudaSuccess && i > 1) {
+        error = make_records(i - 2, true);
+      }
+    }
     return error;
   }
-  const KdaBwdTokenParams tokens = token_params(params, memory, states, common);
-  error = launch_kda_tensor_bwd_tokens(tokens, stream);
-  if (error != cudaSuccess || memory.group_grads == nullptr) {
-    return error;
-  }
-  return launch_kda_tensor_bwd_groups(tokens, stream);
-}
+};
 
 bool fits_card(const KdaDims& dims) {
   int device = 0, shared = 0;
@@ -237,18 +271,14 @@ cudaError_t launch_kda_tensor_bwd(
   }
   if (plan.packed) {
     const cudaError_t error = launch_kda_tensor_bwd_clear(
-        token_params(params, memory, states, window_params(params, memory, {})), stream
+        token_params(params, memory, states, window_params(params, memory, plan, 0)), stream
     );
     if (error != cudaSuccess) {
       return error;
     }
   }
   if (dims.N > 0 && dims.HV > 0) {
-    const int64_t last = plan.num_windows() - 1;
-    cudaError_t error = make_records(params, memory, plan.window(last), stream, false);
-    for (int64_t i = last; i >= 0 && error == cudaSuccess; --i) {
-      error = run_window(params, memory, states, plan, i, stream);
-    }
+    const cudaError_t error = BwdLaunches{params, memory, states, plan, stream}.run();
     if (error != cudaSuccess) {
       return error;
     }

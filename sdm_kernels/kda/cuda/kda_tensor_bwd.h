@@ -49,7 +49,7 @@ struct KdaBwdTokenParams {
   float* group_grads;  // [slots, HV, 2, 64, K] gradients of the normalised q and k; HV > H only
   float* gate_sums;    // [rows of the call, HV, 2, K]: sums over a chunk for dt_bias and A_log
   // Rows begin at multiples of 16 bytes.
-  bool aligned_v, aligned_out, aligned_qk;
+  bool aligned_v, aligned_out, aligned_qk, aligned_g;
 };
 
 struct KdaBwdSumParams {
@@ -60,15 +60,17 @@ struct KdaBwdSumParams {
   float* d_dt_bias;  // null: not wanted
 };
 
-// The scan, the token stage and the groups may be launched while the kernel in front of them runs;
-// they wait for it before they do anything.
+// The scan and the groups may be launched while the kernel in front of them runs; they wait for it
+// before they do anything.
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_scan(
     const KdaBwdScanParams& p, cudaStream_t stream
 );
 // Shared memory that a block of the token stage needs.
 int64_t kda_tensor_bwd_shared_bytes(const KdaDims& dims);
+// With `overlap` it may begin before the kernel in front of it ends (kda_tensor_launch.cuh), so it
+// must not touch what that one reads or writes; it ends after it in any case.
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_tokens(
-    const KdaBwdTokenParams& p, cudaStream_t stream
+    const KdaBwdTokenParams& p, cudaStream_t stream, bool overlap = false
 );
 // Gradients of q and k from those of their value heads.
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_groups(

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file The part of the token stage in which a thread owns one key channel of one block of eight
-//! rows: decays, operands of the products, pairs of rows inside the block, gradient of the gate.
+//! @file The part of the token stage in which a thread owns one key channel of the pass and a warp
+//! eight rows: decays, operands of the products, pairs of rows inside the eight, gradient of the
+//! gate.
 #pragma once
 
 #include <cstdint>
 
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_access.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_tokens.cuh"
 
 namespace sdm::kda::cuda {
@@ -65,12 +67,13 @@ struct ChannelGate {
   float bound;  // lower bound
 
   __device__ __forceinline__
-  ChannelGate(const KdaOptions& options, const KdaTokens& tokens, int64_t K, int64_t hv, int c)
-      : form(options.gate), rate(1.0f), bias(0.0f), bound(0.0f) {
-    if (form != KdaGate::kActivated) {
-      rate = tokens.A_log != nullptr ? expf(tokens.A_log[hv]) : 1.0f;
-      bias = tokens.dt_bias != nullptr ? tokens.dt_bias[hv * K + c] : 0.0f;
-      bound = static_cast<float>(options.lower_bound);
+  ChannelGate(const KdaOptions& options, const KdaTokens& tokens, float exp_A, int64_t channel)
+      : form(options.gate),
+        rate(exp_A),
+        bias(0.0f),
+        bound(static_cast<float>(options.lower_bound)) {
+    if (form != KdaGate::kActivated && tokens.dt_bias != nullptr) {
+      bias = tokens.dt_bias[channel];
     }
   }
 
@@ -94,7 +97,13 @@ struct ChannelGate {
     }
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
-      x[i] = i < rows ? fast_exp2(x[i]) : 1.0f;
+      x[i] = fast_exp2(x[i]);
+    }
+    if (rows < kBlockRows) {
+#pragma unroll
+      for (int i = 0; i < kBlockRows; ++i) {
+        x[i] = i < rows ? x[i] : 1.0f;
+      }
     }
   }
 
@@ -119,126 +128,215 @@ struct ChannelGate {
   }
 };
 
+// Two rows in one register.
+using PackedRows = uint32_t[kBlockRows / 2];
+
+// What a pass leaves of q or k until the sums over all channels of a row are known; in local
+// memory.
+struct KeptRows {
+  ChannelRows grad;  // of the normalised rows
+  PackedRows raw;    // the rows as they came
+};
+
+__device__ __forceinline__ float packed_row(const PackedRows& x, int i) {
+  return unpack_f16(i % 2 == 0 ? x[i / 2] : x[i / 2] >> 16).x;
+}
+
 template <int kK, int kV>
 struct TokenChannels {
   using Memory = TokenMemory<kK, kV>;
-  using Keys = typename Memory::Keys;
-  using Record = KdaRecord<kK>;
+  using Keys = typename Memory::PassKeys;
 
   const TokenBlock<kK, kV>& b;
-  int block, channel, live;  // live: rows of the block that exist
-  ChannelGate gate;
+  int block, lane, live;  // live: rows of the block that exist
+  float rate;             // exp(A_log)
+  // Sums over the passes: terms of dbeta, products of normalised q and k with their gradients.
+  ChannelRows term, q_dot, k_dot;
+  // Of the present pass.
+  int pass;
+  ChannelRows raw, p, q, k;  // g, decays, normalised q and k
+  PackedRows xq, xk, yk;     // operands
 
   __device__ __forceinline__ explicit TokenChannels(const TokenBlock<kK, kV>& in)
       : b(in),
-        block(static_cast<int>(threadIdx.x) / kK),
-        channel(static_cast<int>(threadIdx.x) % kK),
+        block(static_cast<int>(threadIdx.x / 32)),
+        lane(static_cast<int>(threadIdx.x % 32)),
         live(in.rows - block * kBlockRows),
-        gate(in.p.common.options, in.p.common.tokens, kK, in.hv, channel) {}
-
-  __device__ __forceinline__ void load(ChannelRows& out, const KdaView& view, int64_t head) const {
-    load_rows(out, view, b.element(view, block * kBlockRows, head) + channel, live);
+        rate(1.0f),
+        term{},
+        q_dot{},
+        k_dot{},
+        pass(0) {
+    const float* A_log = in.p.common.tokens.A_log;
+    if (in.p.common.options.gate != KdaGate::kActivated && A_log != nullptr) {
+      rate = expf(A_log[in.hv]);
+    }
   }
 
-  __device__ __forceinline__ void load_norms(float (&out)[kBlockRows], int offset) const {
-    load_eight(out, reinterpret_cast<const float*>(b.record() + offset) + block * kBlockRows);
+  __device__ __forceinline__ int channel() const { return pass * kPass + lane; }
+
+  __device__ __forceinline__ ChannelGate gate() const {
+    return ChannelGate(b.p.common.options, b.p.common.tokens, rate, b.hv * kK + channel());
   }
 
-  __device__ __forceinline__ float beta(int i) const {
-    return b.template at<float>(Memory::kBeta)[block * kBlockRows + i];
+  __device__ __forceinline__ void start_rows(
+      int tile, const KdaView& view, int64_t head, int number
+  ) const {
+    const int row = block * kBlockRows + lane / 4, col = lane % 4 * 8;
+    copy_or_zero(
+        b.base + static_cast<uint32_t>(tile + Keys::at(row, col)),
+        b.row_pointer(view, row, head) + number * kPass + col,
+        row < b.rows
+    );
+  }
+
+  // Starts copies of the warp's rows of q, k and g to where the operands made of them will be,
+  // which must be free.
+  __device__ __forceinline__ void start_pass(int number) const {
+    const KdaTokens& tokens = b.p.common.tokens;
+    if (b.p.aligned_qk) {
+      start_rows(Memory::kXq, tokens.q, b.h, number);
+      start_rows(Memory::kYk, tokens.k, b.h, number);
+    }
+    if (b.p.aligned_g) {
+      start_rows(Memory::kXk, tokens.g, b.hv, number);
+    }
+    close_copies();
+  }
+
+  // Rows of q or k.
+  __device__ __forceinline__ void load(
+      ChannelRows& out, PackedRows& packed, int tile, const KdaView& view
+  ) const {
+    if (b.p.aligned_qk) {
+#pragma unroll
+      for (int i = 0; i < kBlockRows; i += 2) {
+        packed[i / 2] = *operand(tile, i) | static_cast<uint32_t>(*operand(tile, i + 1)) << 16;
+      }
+    } else {
+      const uint16_t* from = b.row_pointer(view, block * kBlockRows, b.h) + channel();
+#pragma unroll
+      for (int i = 0; i < kBlockRows; i += 2) {
+        packed[i / 2] = i < live ? from[i * view.stride[1]] : 0;
+        packed[i / 2] |=
+            i + 1 < live ? static_cast<uint32_t>(from[(i + 1) * view.stride[1]]) << 16 : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockRows; i += 2) {
+      const float2 x = widen_pair(packed[i / 2], view.dtype == DType::kBf16);
+      out[i] = x.x;
+      out[i + 1] = x.y;
+    }
+  }
+
+  // The pass's elements of g, q and k; the latter two are also kept.
+  __device__ __forceinline__ void load_pass(int number, KeptRows& of_q, KeptRows& of_k) {
+    pass = number;
+    wait_copies<0>();
+    __syncwarp();
+    const KdaTokens& tokens = b.p.common.tokens;
+    if (b.p.aligned_g) {
+#pragma unroll
+      for (int i = 0; i < kBlockRows; ++i) {
+        raw[i] = widen_pair(*operand(Memory::kXk, i), tokens.g.dtype == DType::kBf16).x;
+      }
+    } else {
+      load_rows(raw, tokens.g, b.element(tokens.g, block * kBlockRows, b.hv) + channel(), live);
+    }
+    load(q, of_q.raw, Memory::kXq, tokens.q);
+    load(k, of_k.raw, Memory::kYk, tokens.k);
   }
 
   __device__ __forceinline__ uint16_t* operand(int tile, int i) const {
-    return b.template at<uint16_t>(tile + Keys::at(block * kBlockRows + i, channel));
+    return b.template at<uint16_t>(tile + Keys::at(block * kBlockRows + i, lane));
   }
 
-  __device__ __forceinline__ void put_operand(int tile, int i, float x) const {
-    *operand(tile, i) = static_cast<uint16_t>(pack_f16(x, 0.0f));
+  // One of the numbers of a row that lie in shared memory.
+  const __device__ __forceinline__ float* of_rows(int offset) const {
+    return b.template at<float>(offset) + block * kBlockRows;
   }
 
-  __device__ __forceinline__ float operand_value(int tile, int i) const {
-    return unpack_f16(*operand(tile, i)).x;
-  }
-
-  // Of a float [8][K].
+  // Of a float [..][32].
   __device__ __forceinline__ float& per_block(int offset, int i) const {
-    return b.template at<float>(offset)[i * kK + channel];
+    return b.template at<float>(offset)[i * kPass + lane];
   }
 
-  // Decays, normalised q and k of the rows.
-  __device__ __forceinline__ void load_all(ChannelRows& p, ChannelRows& q, ChannelRows& k) const {
-    const KdaTokens& tokens = b.p.common.tokens;
-    load(p, tokens.g, b.hv);
-    load(q, tokens.q, b.h);
-    load(k, tokens.k, b.h);
+  __device__ __forceinline__ int decays() const {
+    return Memory::kDecay + pass % 2 * Memory::kPerBlock;
+  }
+
+  __device__ __forceinline__ void put_operand(int tile, const PackedRows& x) const {
+    const uint32_t to = b.base + static_cast<uint32_t>(tile);
+#pragma unroll
+    for (int i = 0; i < kBlockRows; i += 2) {
+      const int row = block * kBlockRows + i;
+      store_halves(to + Keys::at(row, lane), to + Keys::at(row + 1, lane), x[i / 2]);
+    }
+  }
+
+  // Decays, normalised q and k, then Xq, Xk, Y and the decay over the block.
+  __device__ __forceinline__ void make_operands() {
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      p[i] = raw[i];
+    }
+    gate().decays(p, live);
     float norm[kBlockRows];
-    load_norms(norm, Record::kQueryNorm);
+    load_eight(norm, of_rows(Memory::kQueryNorm));
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       q[i] *= norm[i];
     }
-    load_norms(norm, Record::kKeyNorm);
+    load_eight(norm, of_rows(Memory::kKeyNorm));
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       k[i] *= norm[i];
     }
-    gate.decays(p, live);
-  }
-
-  // Xq, Xk, Y and the decay over the block.
-  __device__ __forceinline__ void make_operands() const {
-    ChannelRows p, q, k, strength;
-    load_all(p, q, k);
-    load_norms(strength, Record::kBeta);
-    float from_start = 1.0f;
+    float strength[kBlockRows];
+    load_eight(strength, of_rows(Memory::kBeta));
+    float decay = 1.0f;
 #pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) {
-      from_start *= p[i];
-      put_operand(Memory::kXq, i, q[i] * from_start);
-      put_operand(Memory::kXk, i, k[i] * strength[i] * from_start);
+    for (int i = 0; i < kBlockRows; i += 2) {
+      const float first = decay * p[i];
+      decay = first * p[i + 1];
+      xq[i / 2] = pack_f16(q[i] * first, q[i + 1] * decay);
+      xk[i / 2] = pack_f16(k[i] * strength[i] * first, k[i + 1] * strength[i + 1] * decay);
     }
-    per_block(Memory::kDecay, block) = from_start;
-    float to_end = 1.0f;
+    per_block(decays(), block) = decay;
+    decay = 1.0f;
 #pragma unroll
-    for (int i = kBlockRows - 1; i >= 0; --i) {
-      put_operand(Memory::kYk, i, k[i] * to_end);
-      to_end *= p[i];
+    for (int i = kBlockRows - 2; i >= 0; i -= 2) {
+      const float last = decay;
+      decay *= p[i + 1];
+      yk[i / 2] = pack_f16(k[i] * decay, k[i + 1] * last);
+      decay *= p[i];
     }
+    put_operand(Memory::kXq, xq);
+    put_operand(Memory::kXk, xk);
+    put_operand(Memory::kYk, yk);
   }
 
-  // After a barrier: the decay over all later blocks.
-  __device__ __forceinline__ void make_ends() const {
-    float to_end = 1.0f;
-    for (int i = block + 1; i < kBlocks; ++i) {
-      to_end *= per_block(Memory::kDecay, i);
-    }
-    per_block(Memory::kToEnd, block) = to_end;
+  __device__ __forceinline__ float plane(int which, int i) const {
+    return *b.template at<float>(Memory::plane(which, block * kBlockRows + i, lane));
   }
 
-  __device__ __forceinline__ float& plane(int which, int i) const {
-    return b.template at<float>(
-        Memory::kPlanes
-    )[(which * kChunkRows + block * kBlockRows + i) * Memory::kPitch + channel];
-  }
-
-  // Turns the planes into the gradients of the normalised q (0) and k (1) and the terms of dbeta
-  // (2); leaves the gradient of G.
-  __device__ __forceinline__ void finish_rows(ChannelRows& dG) const {
-    ChannelRows p, q, k;
-    load_all(p, q, k);
+  // From the planes the gradients of the normalised q and k and of G, and what is summed up.
+  __device__ __forceinline__ void finish_rows(ChannelRows& dq, ChannelRows& dk, ChannelRows& dG) {
     const float* d_keys = b.template at<float>(Memory::kDiagonal) + block * 64;
     const float* d_scores = d_keys + kBlocks * 64;
+    float strength[kBlockRows];
+    load_eight(strength, of_rows(Memory::kBeta));
 
     ChannelRows decay;   // from row j to the present row
     ChannelRows column;  // what row j gets from later rows of the block
-    ChannelRows term;    // of dbeta
     float from_start = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       float dl[kBlockRows], dm[kBlockRows];
       load_eight(dl, d_keys + i * kBlockRows);
       load_eight(dm, d_scores + i * kBlockRows);
-      const float strength = beta(i), write = strength * k[i];
+      const float write = strength[i] * k[i];
       from_start *= p[i];
       float from_q = 0.0f, from_k = 0.0f;
 #pragma unroll
@@ -252,44 +350,60 @@ struct TokenChannels {
       column[i] = 0.0f;
       const float q_plane = plane(0, i), k_plane = plane(1, i);
       const float key_grad = from_start * k_plane + from_k;  // before beta
-      plane(0, i) = from_start * q_plane + from_q + dm[i] * k[i];
-      plane(1, i) = strength * key_grad + dm[i] * q[i];
-      term[i] = k[i] * key_grad;
-      dG[i] = operand_value(Memory::kXq, i) * q_plane + operand_value(Memory::kXk, i) * k_plane +
-              q[i] * from_q + write * from_k;
+      dq[i] = from_start * q_plane + from_q + dm[i] * k[i];
+      dk[i] = strength[i] * key_grad + dm[i] * q[i];
+      term[i] += k[i] * key_grad;
+      dG[i] = packed_row(xq, i) * q_plane + packed_row(xk, i) * k_plane + q[i] * from_q +
+              write * from_k;
     }
     decay[kBlockRows - 1] = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       const float later = plane(2, i);
-      plane(1, i) += column[i] + decay[i] * later;
-      plane(2, i) = term[i];
-      dG[i] -= operand_value(Memory::kYk, i) * later + k[i] * column[i];
+      dk[i] += column[i] + decay[i] * later;
+      q_dot[i] += q[i] * dq[i];
+      k_dot[i] += k[i] * dk[i];
+      dG[i] -= packed_row(yk, i) * later + k[i] * column[i];
+    }
+  }
+
+  // Those of one value head of several go out as they are.
+  __device__ __forceinline__ void store_group_grads(int which, const ChannelRows& grad) const {
+    float* to = b.p.group_grads + ((b.entry * 2 + which) * kChunkRows + block * kBlockRows) * kK +
+                channel();
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      to[i * kK] = grad[i];
     }
   }
 
   template <KdaGate kGate>
   __device__ __forceinline__ void store_gate(
-      const ChannelRows& dG, const ChannelRows& raw, float dg, float* d_bias, float* d_rate
+      const ChannelGate& gate, const ChannelRows& dG, float dg, float* d_bias, float* d_rate
   ) const {
     const DType type = b.p.common.tokens.g.dtype;
-    const int64_t heads = b.p.common.dims.HV;
-    const int64_t to = b.result(block * kBlockRows, b.hv, heads, kK) + channel;
+    const int64_t step = b.p.common.dims.HV * kK;
+    const int64_t to = b.result(block * kBlockRows, b.hv, b.p.common.dims.HV, kK) + channel();
 #pragma unroll
     for (int i = kBlockRows - 1; i >= 0; --i) {
       dg += dG[i];
-      if (i < live) {
-        const float dz = gate.gradient<kGate>(raw[i], dg, d_rate);
-        *d_bias += dz;
-        store_element(b.p.d_g, type, to + i * heads * kK, dz);
+      const bool exists = i < live;
+      const float dz = gate.template gradient<kGate>(raw[i], exists ? dg : 0.0f, d_rate);
+      *d_bias += dz;
+      if (type == DType::kF32) {
+        if (exists) {
+          static_cast<float*>(b.p.d_g)[to + i * step] = dz;
+        }
+      } else {
+        const uint32_t bits = type == DType::kBf16 ? pack_bf16(dz, 0.0f) : pack_f16(dz, 0.0f);
+        store_half_if(static_cast<uint16_t*>(b.p.d_g) + to + i * step, bits, exists);
       }
     }
   }
 
-  // Gradient of g from that of G, and the sums over the chunk for dt_bias and A_log.
+  // Gradient of g from that of G, and the sums over the block for dt_bias and A_log. Contains a
+  // barrier, after which the planes are free.
   __device__ __forceinline__ void finish_gate(const ChannelRows& dG) const {
-    ChannelRows raw;
-    load(raw, b.p.common.tokens.g, b.hv);
     float total = 0.0f;
 #pragma unroll
     for (int i = kBlockRows - 1; i >= 0; --i) {
@@ -297,27 +411,35 @@ struct TokenChannels {
     }
     per_block(Memory::kTotals, block) = total;
     __syncthreads();
-    float dg = per_block(Memory::kEndGrad, 0), d_bias = 0.0f, d_rate = 0.0f;
+    float end = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      dg += per_block(Memory::kEndSums, i);
+      end += per_block(Memory::kEndGrad, i);
     }
+    float dg = 0.0f;  // of what reaches the end of the chunk through later blocks
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      dg = dg * per_block(decays(), i) + per_block(Memory::kEndSums, i);
+    }
+    dg += b.template at<float>(Memory::kGamma)[channel()] * end;
     for (int i = kBlocks - 1; i > block; --i) {
       dg += per_block(Memory::kTotals, i);
     }
-    if (gate.form == KdaGate::kActivated) {
-      store_gate<KdaGate::kActivated>(dG, raw, dg, &d_bias, &d_rate);
-    } else if (gate.form == KdaGate::kSoftplus) {
-      store_gate<KdaGate::kSoftplus>(dG, raw, dg, &d_bias, &d_rate);
+    const ChannelGate of_channel = gate();
+    float d_bias = 0.0f, d_rate = 0.0f;
+    if (of_channel.form == KdaGate::kActivated) {
+      store_gate<KdaGate::kActivated>(of_channel, dG, dg, &d_bias, &d_rate);
+    } else if (of_channel.form == KdaGate::kSoftplus) {
+      store_gate<KdaGate::kSoftplus>(of_channel, dG, dg, &d_bias, &d_rate);
     } else {
-      store_gate<KdaGate::kLowerBound>(dG, raw, dg, &d_bias, &d_rate);
+      store_gate<KdaGate::kLowerBound>(of_channel, dG, dg, &d_bias, &d_rate);
     }
     per_block(Memory::kGateSums, block) = d_bias;
     per_block(Memory::kGateSums, kBlocks + block) = d_rate;
   }
 
-  // After a barrier: adds the blocks up.
-  __device__ __forceinline__ void store_gate_sums() const {
+  // After a barrier behind the pass: adds the blocks up.
+  __device__ __forceinline__ void store_gate_sums(int of_pass) const {
     if (block >= 2) {
       return;
     }
@@ -330,7 +452,7 @@ struct TokenChannels {
     const int64_t row = b.p.common.cu_seqlens.data != nullptr
                             ? b.span.sequence.first_row(dims.T) + b.span.first
                             : b.span.sequence.index * ceil_div(dims.T, kTensorChunk) + b.span.first;
-    b.p.gate_sums[((row * dims.HV + b.hv) * 2 + block) * kK + channel] = sum;
+    b.p.gate_sums[((row * dims.HV + b.hv) * 2 + block) * kK + of_pass * kPass + lane] = sum;
   }
 };
 

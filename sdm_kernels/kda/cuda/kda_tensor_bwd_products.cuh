@@ -2,11 +2,12 @@
 //! @file First matrix products of the token stage of the tensor backward:
 //!   U  = inverse diag(beta) (v - kd S)
 //!   dL = -strictly lower part of y U^T          dM = scale * lower part of dO U^T
-//! Warp w has rows 16 (w % 4), and a share w / 4 of the columns.
+//! Warp w has rows 16 (w % 4), and half w / 4 of the columns, or dL or dM.
 #pragma once
 
 #include <cstdint>
 
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_access.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_tokens.cuh"
 
 namespace sdm::kda::cuda {
@@ -17,20 +18,16 @@ struct TokenProducts {
   using Keys = typename Memory::Keys;
   using Rows = typename Memory::Rows;
   using Square = typename Memory::Square;
-  using State = KdaTile<kK, kV>;
-  using StateVFirst = KdaTile<kV, kK>;
-  static constexpr int kSplit = Memory::kSplit;
-  static constexpr int kValueSplit = kSplit < kV / 16 ? kSplit : kV / 16;  // warps with columns
-  static constexpr int kValueTiles = kV / 8 / kValueSplit;  // 8-column tiles of a warp
-  static constexpr int kParts = kSplit / 2;  // warps that share 16 rows of dL or of dM
+  using State = typename Memory::State;
+  static constexpr int kValueTiles = kV / 16;  // 8-column tiles of a warp
 
   const TokenBlock<kK, kV>& b;
-  int block, share, g, t;
+  int block, half, g, t;
 
   __device__ __forceinline__ explicit TokenProducts(const TokenBlock<kK, kV>& in) : b(in) {
     const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
     block = warp % 4;
-    share = warp / 4;
+    half = warp / 4;
     g = lane / 4;
     t = lane % 4;
   }
@@ -39,59 +36,76 @@ struct TokenProducts {
     return b.base + static_cast<uint32_t>(offset);
   }
 
-  // B[k, n] = S[row + k, col + n], and its transpose B[k, n] = S[row + n, col + k].
-  __device__ __forceinline__ void load_state(uint32_t (&out)[4], int row, int col) const {
-    if (b.p.chunk_states.v_first) {
-      StateVFirst::load_b_transposed(out, tile(Memory::kState), col, row);
-    } else {
-      State::load_b(out, tile(Memory::kState), row, col);
+  // Addresses of the lane in fragments at (row, 16 i) of a tile, i = 0 to 3, that the compiler does
+  // not take apart again: everything else is a constant offset.
+  __device__ __forceinline__ static void lane_addresses(
+      uint32_t (&out)[4], uint32_t tile, int row, int lane
+  ) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out[i] = tile + static_cast<uint32_t>(row * 128 + (lane ^ (i * 32)));
+      asm("" : "+r"(out[i]));
     }
   }
 
-  __device__ __forceinline__ void load_state_transposed(
-      uint32_t (&out)[4], int row, int col
-  ) const {
-    if (b.p.chunk_states.v_first) {
-      StateVFirst::load_b(out, tile(Memory::kState), col, row);
-    } else {
-      State::load_b_transposed(out, tile(Memory::kState), row, col);
+  __device__ __forceinline__ int value_column(int n) const {
+    return (half * kValueTiles + n) * 8 + t * 2;
+  }
+
+  // The warp's rows and columns of v.
+  __device__ __forceinline__ void load_values(uint32_t (&v)[2][kValueTiles]) const {
+    const KdaView& view = b.p.common.tokens.v;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = block * 16 + i * 8 + g;
+      const uint16_t* from = b.row_pointer(view, row, b.hv) + value_column(0);
+#pragma unroll
+      for (int n = 0; n < kValueTiles; ++n) {
+        if (b.p.aligned_v) {
+          v[i][n] = load_pair_or_zero(from + n * 8, row < b.rows);
+        } else {
+          v[i][n] = row < b.rows ? from[n * 8] | static_cast<uint32_t>(from[n * 8 + 1]) << 16 : 0;
+        }
+      }
     }
   }
 
   // beta (v - kd S) of the warp's rows and columns.
   __device__ __forceinline__ void make_writes(float (&e)[kValueTiles][4]) const {
+    constexpr int kUnits = kK / kUnitKeys;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const float unit = lane < kUnits ? b.template at<float>(Memory::kStateUnit)[lane] : 0.0f;
+    // units are positive, so that their bits have their order
+    const float top = __uint_as_float(__reduce_max_sync(kWarpMask, __float_as_uint(unit)));
+    const uint32_t own = lane < kUnits ? share_pair(unit, top) : 0;
+    uint32_t values[2][kValueTiles];
+    load_values(values);
     clear(e);
-    const float top = *b.template at<float>(Memory::kStateTop);
-    const uint2* share_of = b.template at<uint2>(Memory::kStateShare);
-#pragma unroll
+#pragma unroll 2
     for (int k = 0; k < kK / 16; ++k) {
       uint32_t a[4], s[kValueTiles / 2][4];
       Keys::load_a(a, tile(Memory::kWork), block * 16, k * 16);
-      const uint2 halves = share_of[k];
-      a[0] = multiply_pair(a[0], halves.x);
-      a[1] = multiply_pair(a[1], halves.x);
-      a[2] = multiply_pair(a[2], halves.y);
-      a[3] = multiply_pair(a[3], halves.y);
+      const uint32_t low = __shfl_sync(kWarpMask, own, 4 * k + t / 2);
+      const uint32_t high = __shfl_sync(kWarpMask, own, 4 * k + 2 + t / 2);
+      a[0] = multiply_pair(a[0], low);
+      a[1] = multiply_pair(a[1], low);
+      a[2] = multiply_pair(a[2], high);
+      a[3] = multiply_pair(a[3], high);
 #pragma unroll
       for (int n = 0; n < kValueTiles / 2; ++n) {
-        load_state(s[n], k * 16, share * kValueTiles * 8 + n * 16);
+        State::load_b(s[n], tile(Memory::kState), k * 16, half * kValueTiles * 8 + n * 16);
       }
       multiply_add(e, a, s);
     }
 #pragma unroll
-    for (int n = 0; n < kValueTiles; ++n) {
+    for (int i = 0; i < 2; ++i) {
+      const int row = block * 16 + i * 8 + g;
+      const float beta = b.template at<float>(Memory::kBeta)[row];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = block * 16 + half * 8 + g;
-        const float2 v = widen_pair(
-            *b.template at<uint32_t>(
-                Memory::kValue + Rows::at(row, (share * kValueTiles + n) * 8 + t * 2)
-            ),
-            kType == DType::kBf16
-        );
-        const float beta = b.template at<float>(Memory::kBeta)[row];
-        e[n][2 * half] = beta * (v.x - e[n][2 * half] * top);
-        e[n][2 * half + 1] = beta * (v.y - e[n][2 * half + 1] * top);
+      for (int n = 0; n < kValueTiles; ++n) {
+        const float2 v = widen_pair(values[i][n], kType == DType::kBf16);
+        e[n][2 * i] = beta * (v.x - e[n][2 * i] * top);
+        e[n][2 * i + 1] = beta * (v.y - e[n][2 * i + 1] * top);
       }
     }
   }
@@ -101,16 +115,17 @@ struct TokenProducts {
     const float* units = b.template at<float>(Memory::kWriteUnit);
     float top = 0.0f;
     for (int i = 0; i <= block; ++i) {
-      top = fmaxf(top, units[i * kSplit + share]);
+      top = fmaxf(top, units[i * 2 + half]);
     }
     clear(u);
+#pragma unroll 1
     for (int i = 0; i <= block; ++i) {
       uint32_t a[4], w[kValueTiles / 2][4];
       Square::load_a(a, tile(Memory::kInverse), block * 16, i * 16);
-      multiply_fragment(a, share_pair(units[i * kSplit + share], top));
+      multiply_fragment(a, share_pair(units[i * 2 + half], top));
 #pragma unroll
       for (int n = 0; n < kValueTiles / 2; ++n) {
-        Rows::load_b(w[n], tile(Memory::kWork), i * 16, share * kValueTiles * 8 + n * 16);
+        Rows::load_b(w[n], tile(Memory::kWork), i * 16, half * kValueTiles * 8 + n * 16);
       }
       multiply_add(u, a, w);
     }
@@ -127,62 +142,65 @@ struct TokenProducts {
 #pragma unroll
     for (int n = 0; n < kValueTiles; ++n) {
       Rows::store_c(
-          b.memory + Memory::kWork, block * 16, (share * kValueTiles + n) * 8, c[n], factor
+          b.memory + Memory::kWork, block * 16, (half * kValueTiles + n) * 8, c[n], factor
       );
     }
   }
 
   // beta (v - kd S), then U, both into the work buffer.
   __device__ __forceinline__ void make_updates() const {
-    const bool works = share < kValueSplit;
+    const bool first = threadIdx.x % 32 == 0;
     float c[kValueTiles][4];
-    KdaUnit unit = {};
-    if (works) {
-      make_writes(c);
-      unit = unit_of_warp(c);
-      if (threadIdx.x % 32 == 0) {
-        b.template at<float>(Memory::kWriteUnit)[block * kSplit + share] = unit.unit;
-      }
+    make_writes(c);
+    const KdaUnit unit = unit_of_warp(c);
+    if (first) {
+      b.template at<float>(Memory::kWriteUnit)[block * 2 + half] = unit.unit;
     }
     __syncthreads();  // kd is no longer needed
-    if (works) {
-      store_work(c, unit.inverse);
-    }
+    store_work(c, unit.inverse);
     __syncthreads();
-    uint32_t* largest = b.template at<uint32_t>(Memory::kUMax) + block;
-    if (works) {
-      apply_inverse(c);
-      raise(largest, largest_of(c));
+    apply_inverse(c);
+    const uint32_t largest = __reduce_max_sync(kWarpMask, largest_of(c));
+    if (first) {
+      b.template at<uint32_t>(Memory::kUMax)[block * 2 + half] = largest;
     }
     __syncthreads();  // beta (v - kd S) is no longer needed
-    if (works) {
-      store_work(c, unit_of(*largest).inverse);
-    }
+    store_work(c, inverse_power(u_unit(block)));
     __syncthreads();
   }
 
+  // Of U in 16 rows.
   __device__ __forceinline__ float u_unit(int i) const {
-    return unit_of(b.template at<uint32_t>(Memory::kUMax)[i]).unit;
+    const uint32_t* largest = b.template at<uint32_t>(Memory::kUMax) + 2 * i;
+    return unit_of(larger(largest[0], largest[1])).unit;
   }
 
-  __device__ __forceinline__ float out_unit() const {
-    return unit_of(b.template at<uint32_t>(Memory::kOutMax)[block]).unit;
+  // Of dO in the warp's first or second eight rows.
+  __device__ __forceinline__ float out_unit(int i) const {
+    return b.template at<float>(Memory::kOutUnit)[block * 2 + i];
+  }
+
+  __device__ __forceinline__ float y_unit() const {
+    return b.template at<float>(Memory::kYUnit)[block];
   }
 
   // Such that numbers divided by it do not overflow: the terms of the planes are below
   // 2^35 * (product of two units).
   __device__ __forceinline__ float least_unit() const {
-    float out = 0.0f, y = 0.0f, u = 0.0f, state = 0.0f;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    float out = 0.0f, y = 0.0f, u = 0.0f, grad = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      out = fmaxf(out, unit_of(b.template at<uint32_t>(Memory::kOutMax)[i]).unit);
+      out = fmaxf(out, b.template at<float>(Memory::kOutUnit)[2 * i]);
+      out = fmaxf(out, b.template at<float>(Memory::kOutUnit)[2 * i + 1]);
       y = fmaxf(y, b.template at<float>(Memory::kYUnit)[i]);
       u = fmaxf(u, u_unit(i));
-      state = fmaxf(state, b.template at<float>(Memory::kStateGradUnit)[i]);
+      grad = fmaxf(grad, b.template at<float>(Memory::kStateGradUnit)[i]);
     }
     out *= fabsf(static_cast<float>(b.p.common.options.scale));
-    const float top = *b.template at<float>(Memory::kStateTop);
-    return fmaxf(fmaxf(out, y) * top, u * state) * 0x1p-80f;
+    const float own = lane < kK / kUnitKeys ? b.template at<float>(Memory::kStateUnit)[lane] : 0.0f;
+    const float state = __uint_as_float(__reduce_max_sync(kWarpMask, __float_as_uint(own)));
+    return fmaxf(fmaxf(out, y) * state, u * grad) * 0x1p-80f;
   }
 
   // Raises the unit of the warp's 16 rows of D to their largest magnitude, and those of all rows to
@@ -200,84 +218,86 @@ struct TokenProducts {
     }
   }
 
+  __device__ __forceinline__ float grad_unit(int i) const {
+    return unit_of(b.template at<uint32_t>(Memory::kGradMax)[i]).unit;
+  }
+
   // dL and dM: blocks below the diagonal in fp16, diagonal blocks in float.
   __device__ __forceinline__ void make_score_grads() const {
-    constexpr int kCount = 4 / kParts;
-    const bool scores = share % 2 != 0;
-    const int part = share / 2;
-    float c[kCount][2][4];
+    const bool scores = half != 0;
+    float c[4][2][4];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < 4; ++i) {
       clear(c[i]);
     }
+    constexpr int kPanel = kChunkRows * 128;
+    uint32_t at_a[4], at_u[4];
+    lane_addresses(at_a, tile(scores ? Memory::kOut : Memory::kY), block * 16, Rows::lane_direct());
+    lane_addresses(at_u, tile(Memory::kWork), 0, Rows::lane_crossed());
 #pragma unroll
     for (int k = 0; k < kV / 16; ++k) {
       uint32_t a[4], u[1][4];
-      Rows::load_a(a, tile(scores ? Memory::kOut : Memory::kY), block * 16, k * 16);
+      load_matrices(a, at_a[k % 4] + k / 4 * kPanel);
+      // those above the diagonal are not used; branches would cost more
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int column = part + i * kParts;
-        if (column <= block) {
-          Rows::load_b_transposed(u[0], tile(Memory::kWork), column * 16, k * 16);
-          multiply_add(c[i], a, u);
-        }
+      for (int i = 0; i < 4; ++i) {
+        load_matrices(u[0], at_u[k % 4] + k / 4 * kPanel + i * 16 * 128);
+        multiply_add(c[i], a, u);
       }
     }
-    const float factor = scores ? static_cast<float>(b.p.common.options.scale) * out_unit()
-                                : -b.template at<float>(Memory::kYUnit)[block];
+    const float scale = static_cast<float>(b.p.common.options.scale);
+    const float factor[2] = {
+        scores ? scale * out_unit(0) : -y_unit(), scores ? scale * out_unit(1) : -y_unit()
+    };
+    float* diagonal =
+        b.template at<float>(Memory::kDiagonal) + (scores ? kBlocks * 64 : 0) + 2 * block * 64;
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int column = part + i * kParts;
-      if (column <= block) {
-        const float unit = factor * u_unit(column);
+    for (int i = 0; i < 4; ++i) {
+      if (i <= block) {
+        const float unit = u_unit(i);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            c[i][n][x] *= unit;
+            c[i][n][x] *= factor[x / 2] * unit;
           }
         }
-        if (column < block) {
+        if (i < block) {
           largest = larger(largest, largest_of(c[i]));
         } else {
           // two diagonal blocks of 8 rows; the one between them is like those before
           largest = larger(largest, larger(magnitude(c[i][0][2]), magnitude(c[i][0][3])));
-          float* diagonal = b.template at<float>(Memory::kDiagonal) + (scores ? kBlocks * 64 : 0) +
-                            2 * block * 64;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          for (int n = 0; n < 2; ++n) {
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
               const int col = t * 2 + x;
               const bool inside = scores ? col <= g : col < g;
-              diagonal[half * 64 + g * 8 + col] = inside ? c[i][half][half * 2 + x] : 0.0f;
+              diagonal[n * 64 + g * 8 + col] = inside ? c[i][n][n * 2 + x] : 0.0f;
             }
           }
         }
       }
     }
-    uint32_t* most = b.template at<uint32_t>(Memory::kGradMax) + block;
     raise_all(largest, least_unit());
     __syncthreads();
-    const float inverse = unit_of(*most).inverse;
+    const float inverse = inverse_power(grad_unit(block));
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int column = part + i * kParts;
-      if (column <= block) {
+    for (int i = 0; i < 4; ++i) {
+      if (i <= block) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           Square::store_c(
               b.memory + (scores ? Memory::kScoreGrad : Memory::kKeyGrad),
               block * 16,
-              column * 16 + n * 8,
+              i * 16 + n * 8,
               c[i][n],
               inverse
           );
         }
       }
     }
-    __syncthreads();
   }
 };
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "sdm_kernels/kda/cuda/kda_tensor_bwd_tokens.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_channels.cuh"
 
 namespace sdm::kda::cuda {
 
@@ -64,98 +64,50 @@ __device__ __forceinline__ void store_row(
   }
 }
 
+// The end of the token stage: what needs sums over all channels of a row.
 template <int kK, int kV, DType kType>
 struct TokenRows {
   using Memory = TokenMemory<kK, kV>;
-  using Record = KdaRecord<kK>;
-  static constexpr int kCount = kK / 32;                     // channels of a lane
-  static constexpr int kRows = kChunkRows / Memory::kWarps;  // rows of a warp
-  static_assert(kRows == 2 || kRows == 4);
+  using Channels = TokenChannels<kK, kV>;
 
   const TokenBlock<kK, kV>& b;
+  const Channels& channels;
 
-  __device__ __forceinline__ void load_plane(float (&out)[kCount], int which, int row) const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const float* from = b.template at<float>(Memory::kPlanes) +
-                        (which * kChunkRows + row) * Memory::kPitch + lane * kCount;
-    if constexpr (kCount == 4) {
-      const float4 x = *reinterpret_cast<const float4*>(from);
-      out[0] = x.x;
-      out[1] = x.y;
-      out[2] = x.z;
-      out[3] = x.w;
-    } else {
-      const float2 x = *reinterpret_cast<const float2*>(from);
-      out[0] = x.x;
-      out[1] = x.y;
-    }
-  }
-
-  // d_q (plane 0) or d_k (plane 1) of the rows from `first` on.
+  // d_q or d_k: the gradient of the normalised rows, less its part along them. `dots`: of a lane.
   __device__ __forceinline__ void finish_keys(
-      int plane, int first, const KdaView& view, void* out, int norms_at
+      const KeptRows (&kept)[kK / kPass], const ChannelRows& dots, int norms_at, void* out
   ) const {
-    const KdaDims& dims = b.p.common.dims;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    float grad[kRows][kCount];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      load_plane(grad[i], plane, first + i);
-    }
-    if (b.p.group_grads != nullptr) {
-      float* to =
-          b.p.group_grads + ((b.entry * 2 + plane) * kChunkRows + first) * kK + lane * kCount;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int c = 0; c < kCount; ++c) {
-          to[i * kK + c] = grad[i][c];
-        }
-      }
-      return;
-    }
-    const float* norms = reinterpret_cast<const float*>(b.record() + norms_at) + first;
-    float raw[kRows][kCount] = {}, dots[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (first + i < b.rows) {
-        const int64_t from = b.element(view, first + i, b.h) + lane * kCount;
-        load_floats<kType, kCount>(raw[i], view.data, from, b.p.aligned_qk);
-      }
-      dots[i] = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kCount; ++c) {
-        dots[i] += grad[i][c] * raw[i][c];
-      }
-    }
+    const int64_t step = b.p.common.dims.H * kK;
+    uint16_t* to = static_cast<uint16_t*>(out) +
+                   b.result(channels.block * kBlockRows, b.h, b.p.common.dims.H, kK) +
+                   channels.lane;
     const float dot = b.p.common.options.l2norm ? sum_spread(dots) : 0.0f;
+    float norm[kBlockRows], along[kBlockRows];
+    load_eight(norm, channels.of_rows(norms_at));
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float norm = norms[i];
-      const float own = __shfl_sync(kWarpMask, dot, i * (32 / kRows)) * norm * norm;
-      if (first + i < b.rows) {
-        const int64_t to = b.result(first + i, b.h, dims.H, kK) + lane * kCount;
-        store_row<kType, kCount>(out, to, grad[i], raw[i], norm, own);
+    for (int i = 0; i < kBlockRows; ++i) {
+      along[i] = __shfl_sync(kWarpMask, dot, i * (32 / kBlockRows)) * norm[i];
+    }
+#pragma unroll 1
+    for (int pass = 0; pass < kK / kPass; ++pass) {
+#pragma unroll
+      for (int i = 0; i < kBlockRows; i += 2) {
+        const float2 raw = widen_pair(kept[pass].raw[i / 2], kType == DType::kBf16);
+        const uint32_t pair = pack_pair<kType>(
+            norm[i] * (kept[pass].grad[i] - raw.x * along[i]),
+            norm[i + 1] * (kept[pass].grad[i + 1] - raw.y * along[i + 1])
+        );
+        store_half_if(to + i * step, pair, i < channels.live);
+        store_half_if(to + (i + 1) * step, pair >> 16, i + 1 < channels.live);
       }
+      to += kPass;
     }
   }
 
-  __device__ __forceinline__ void finish_beta(int first) const {
-    float terms[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      float x[kCount];
-      load_plane(x, 2, first + i);
-      terms[i] = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kCount; ++c) {
-        terms[i] += x[c];
-      }
-    }
-    const float term = sum_spread(terms);
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int row = first + lane / (32 / kRows);
-    if (lane % (32 / kRows) == 0 && row < b.rows) {
+  __device__ __forceinline__ void finish_beta() const {
+    const float term = sum_spread(channels.term);
+    const int row = channels.block * kBlockRows + channels.lane / 4;
+    if (channels.lane % 4 == 0 && row < b.rows) {
       const KdaView& view = b.p.common.tokens.beta;
       float d_beta = term + b.template at<float>(Memory::kValueSums)[row];
       const KdaBeta kind = b.p.common.options.beta;
@@ -168,14 +120,6 @@ struct TokenRows {
       const int64_t to = b.result(row, b.hv, b.p.common.dims.HV, 1);
       store_element(b.p.d_beta, view.dtype, to, d_beta);
     }
-  }
-
-  __device__ __forceinline__ void finish() const {
-    const KdaTokens& tokens = b.p.common.tokens;
-    const int first = static_cast<int>(threadIdx.x / 32) * kRows;
-    finish_keys(0, first, tokens.q, b.p.d_q, Record::kQueryNorm);
-    finish_keys(1, first, tokens.k, b.p.d_k, Record::kKeyNorm);
-    finish_beta(first);
   }
 };
 
