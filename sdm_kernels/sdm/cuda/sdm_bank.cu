@@ -106,12 +106,12 @@ cudaError_t launch_sum_banks(
     using S = std::remove_pointer_t<decltype(type)>;
     constexpr bool kAligned = decltype(aligned)::value;
     constexpr int64_t kMostBlocks = 1 << 16;
-    const int64_t blocks = ceil_div(elements, kBankThreads * (kAligned ? kVec<S> : 1));
-    sdm_sum_banks_kernel<S, kAligned>
-        <<<static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMostBlocks)),
-           kBankThreads,
-           0,
-           stream>>>(static_cast<const S*>(parts), static_cast<S*>(sum), N, elements);
+    const int64_t wanted = ceil_div(elements, kBankThreads * (kAligned ? kVec<S> : 1));
+    const unsigned blocks = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, kMostBlocks));
+    const auto kernel = &sdm_sum_banks_kernel<S, kAligned>;
+    kernel<<<blocks, kBankThreads, 0, stream>>>(
+        static_cast<const S*>(parts), static_cast<S*>(sum), N, elements
+    );
     return cudaGetLastError();
   };
   const bool aligned = elements * element_size(dtype) % 16 == 0 &&
