@@ -6,6 +6,7 @@
 #include "sdm_kernels/sdm/cuda/sdm_bwd_gather.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_bwd_walk.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_chunk_launch.h"
+#include "sdm_kernels/sdm/cuda/sdm_merge.h"
 #include "sdm_kernels/sdm/cuda/sdm_pairs.h"
 #include "sdm_kernels/sdm/cuda/sdm_sources.h"
 #include "sdm_kernels/sdm/cuda/sdm_update.cuh"
@@ -38,6 +39,7 @@ struct BwdMemory {
   SdmSources sources;
   SdmDots dots;
   void* phase1;
+  float* product;
   void* pairs;
 };
 
@@ -64,6 +66,7 @@ cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* me
   memory->dots.decay = carver->take<float>(slices * num_q * lanes_of_chunk(dims));
   memory->dots.d_v = carver->take<float>(num_q * dims.C * dims.D);
   const SdmWindow window{0, segment};
+  memory->product = carver->take<float>(merge_cells(group, window));
   SDM_RETURN_IF_ERROR(carve_phase1(carver, dims, group, window, &memory->phase1));
   const size_t pairs = std::max(
       sdm_pairs_workspace(group, window), sdm_pairs_workspace(last_group(dims, group), window)
@@ -192,6 +195,7 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   p.d_v = base.d_v;
   p.dots = memory.dots;
   p.x = memory.chunk.x;
+  p.product = memory.product;
   p.num_slices = memory.dots.num_slices;
   const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D) &&
                        aligned_bank(grad, base.bank_dtype, dims.D) &&
@@ -226,6 +230,9 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
       SDM_RETURN_IF_ERROR(
           launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
       );
+      SDM_RETURN_IF_ERROR(launch_sdm_merge(
+          p.dims, p.window, p.sequences, p.records, base.bank_dtype, memory.product, stream
+      ));
       const SavedRowsLayout layout{replay, rows_of_chunk(dims, dims.C), base.saved.rows_per_head};
       SDM_RETURN_IF_ERROR(launch_sdm_sources(
           p.dims,

@@ -2,8 +2,8 @@
 //! @file What the kernels that work on one chunk of every stream share.
 //!
 //! The sequential part of a call is a loop of the host over chunks; a chunk is three launches:
-//! forward sdm_gather.cuh, sdm_chunk_solve.cuh, sdm_update.cuh; backward sdm_bwd_gather.cuh,
-//! sdm_chunk_solve.cuh, sdm_bwd_walk.cuh. Token rows travel between them in float scratch of
+//! forward sdm_gather.cuh, sdm_fwd_solve.cuh, sdm_update.cuh; backward sdm_bwd_gather.cuh,
+//! sdm_bwd_solve.cuh, sdm_bwd_walk.cuh. Token rows travel between them in float scratch of
 //! [stream][Cp][D], which stays in L2. A launch costs about as much as a barrier among the blocks
 //! of one stream would, and leaves each stage its own registers, shared memory and split of the
 //! work. (All stages in one resident kernel were tried first: the compiler kept what they share
@@ -27,6 +27,7 @@ struct SdmChunkParams {
   int64_t k;                     // the chunk, counted from the start of the window
   const SdmSequence* sequences;  // [N]
   SdmRecords records;
+  const float* product;    // [q][Cp][Cp] qk * inverse (sdm_merge.h)
   FloatView v;             // forward
   BankView bank;           // forward, replay: advanced in place; backward: at the end, read
   void* out;               // forward: [B, T, H, D] in v's dtype
@@ -38,7 +39,7 @@ struct SdmChunkParams {
   BankView grad;           // backward: gradient of the bank
   void* d_v;               // backward: [B, T, H, D] in d_out's dtype
   SdmDots dots;            // backward
-  float* x;                // [N * H][Cp][D]: v - retrieved, then errors; backward: dL/de, then dv
+  float* x;                // [N * H][Cp][D]: v - retrieved, then errors; backward: gathered
   float* y;                // forward: [N * H][Cp][D], readings
   int64_t num_slices;
   int parts;           // blocks that share the slots (update, walk) or none

@@ -2,22 +2,35 @@
 //! @file Launches of the stages of a chunk: shapes of blocks and which kernel.
 #pragma once
 
-#include "sdm_kernels/sdm/cuda/sdm_chunk_solve.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_bwd_solve.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
+#include "sdm_kernels/sdm/cuda/sdm_fwd_solve.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_slots.cuh"
 
 namespace sdm::cuda {
 
 template <int kTerms, int kColumns, bool kBackward>
 cudaError_t launch_solve_columns(const SdmChunkParams& p, cudaStream_t stream) {
-  return launch_blocks(
-      &sdm_solve_chunk_kernel<kTerms, kColumns, kBackward>,
-      p,
-      p.dims.N * p.dims.H * ceil_div(p.dims.D, kColumns),
-      kSolveThreads,
-      solve_smem<kColumns>(p.records.Cp),
-      stream
-  );
+  const int64_t blocks = p.dims.N * p.dims.H * ceil_div(p.dims.D, kColumns);
+  if constexpr (kBackward) {
+    return launch_blocks(
+        &sdm_bwd_solve_kernel<kTerms, kColumns>,
+        p,
+        blocks,
+        kSolveThreads,
+        bwd_solve_smem<kColumns>(p.records.Cp),
+        stream
+    );
+  } else {
+    return launch_blocks(
+        &sdm_fwd_solve_kernel<kTerms, kColumns>,
+        p,
+        blocks,
+        kSolveThreads,
+        fwd_solve_smem<kColumns>(p.records.Cp),
+        stream
+    );
+  }
 }
 
 // As many columns a block as leave a block for most multiprocessors and fit it.
@@ -29,10 +42,10 @@ cudaError_t launch_solve_chunk(
   const auto enough = [&](int64_t columns) {
     return p.dims.N * p.dims.H * ceil_div(p.dims.D, columns) * 4 >= 3 * card.processors;
   };
-  if (enough(64) && solve_smem<64>(p.records.Cp) <= card.shared_memory) {
+  if (enough(64) && bwd_solve_smem<64>(p.records.Cp) <= card.shared_memory) {
     return launch_solve_columns<kTerms, 64, kBackward>(p, stream);
   }
-  if (enough(32) && solve_smem<32>(p.records.Cp) <= card.shared_memory) {
+  if (enough(32)) {
     return launch_solve_columns<kTerms, 32, kBackward>(p, stream);
   }
   return launch_solve_columns<kTerms, 16, kBackward>(p, stream);

@@ -3,6 +3,7 @@
 
 #include "sdm_kernels/sdm/cuda/sdm_chunk_launch.h"
 #include "sdm_kernels/sdm/cuda/sdm_gather.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_merge.h"
 #include "sdm_kernels/sdm/cuda/sdm_save.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_update.cuh"
 
@@ -14,6 +15,7 @@ struct FwdMemory {
   ChunkMemory chunk;
   void* bank;  // [N, H, S, D] when the caller wants no final bank
   void* phase1;
+  float* product;  // qk * inverse of a window
 };
 
 cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* memory) {
@@ -22,6 +24,7 @@ cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* me
   const int64_t bank_bytes = p.dims.N * p.dims.H * p.dims.S * p.dims.D * element_size(p.bank_dtype);
   memory->bank = p.bank.data == nullptr ? carver->take(bank_bytes) : nullptr;
   const SdmWindow window{0, window_chunks(group)};
+  memory->product = carver->take<float>(merge_cells(group, window));
   return carve_phase1(carver, p.dims, group, window, &memory->phase1);
 }
 
@@ -100,7 +103,7 @@ cudaError_t run_chunk(const SdmChunkParams& p, const CardLimits& card, cudaStrea
   SDM_RETURN_IF_ERROR(launch_blocks(
       &sdm_gather_kernel<S, kAligned>,
       p,
-      gather_blocks(p.dims, p.num_slices),
+      gather_blocks(p.dims, p.num_slices, fwd_gather_shape(p)),
       kGatherThreads,
       0,
       stream
@@ -220,6 +223,7 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
   const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D);
   p.token_vectors = aligned && aligned_tokens(base.tokens.v, dims.D);
   p.bank = bank;
+  p.product = memory.product;
 
   const int64_t step = window_chunks(p.dims), group = p.dims.N;
   for (int64_t n = 0; n < dims.N; n += group) {
@@ -231,6 +235,9 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
       SDM_RETURN_IF_ERROR(
           launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
       );
+      SDM_RETURN_IF_ERROR(launch_sdm_merge(
+          p.dims, p.window, p.sequences, p.records, base.bank_dtype, memory.product, stream
+      ));
       SDM_RETURN_IF_ERROR(dispatch_bank(base.bank_dtype, [&](auto* type) {
         using S = std::remove_pointer_t<decltype(type)>;
         // training has a bank for every sequence, in their order

@@ -18,32 +18,53 @@ constexpr int kGatherThreads = 256;
 constexpr int kGatherGroups = kGatherThreads / kRowLanes;
 using GatherRing = RowRing<kRingDepth, kGatherThreads>;
 
-// Groups of a warp that take neighbouring slices.
-__host__ __device__ inline int gather_slices(int64_t num_slices) {
-  return num_slices >= 4 ? 4 : num_slices >= 2 ? 2 : 1;
+// How the groups of a block share tokens: neighbouring slices of one token together, so that a row
+// is touched in longer runs, and each slice in parts, which take turns with the token's lanes.
+struct GatherShape {
+  int together, parts;
+
+  __host__ __device__ int tokens() const { return kGatherGroups / together / parts; }
+};
+
+// Many lanes are dealt to four parts: fewer tokens are under way, and those sweep the bank four
+// times as fast, so that a row is more often still in L2 when another token wants it. What is added
+// to what depends on the number of lanes alone.
+__host__ __device__ inline GatherShape gather_shape(int64_t num_slices, int64_t lanes) {
+  constexpr int64_t kManyLanes = 128;
+  return {num_slices >= 4 ? 4 : num_slices >= 2 ? 2 : 1, lanes >= kManyLanes ? 4 : 1};
 }
 
-// Which token and slice a group has.
+// The same for any number of lanes in one part.
+__host__ __device__ inline GatherShape gather_shape(int64_t num_slices) {
+  return gather_shape(num_slices, 0);
+}
+
+// Which token and slice a group has, and which part of its lanes.
 struct GatherPlace {
   int64_t stream, slice;
-  int token;
+  int token, part;
 
-  __device__ __forceinline__ explicit GatherPlace(const SdmChunkParams& p) {
-    const int together = gather_slices(p.num_slices);
-    const int tokens = kGatherGroups / together;  // of a block
+  __device__ __forceinline__ explicit GatherPlace(const SdmChunkParams& p)
+      : GatherPlace(p, gather_shape(p.num_slices)) {}
+
+  __device__ __forceinline__ GatherPlace(const SdmChunkParams& p, const GatherShape& shape) {
+    const int together = shape.together, parts = shape.parts, tokens = shape.tokens();
     const int64_t slice_groups = ceil_div(p.num_slices, together);
     const int64_t token_blocks = ceil_div(p.dims.C, tokens);
     const int group = static_cast<int>(threadIdx.x) / kRowLanes;
-    token = static_cast<int>(blockIdx.x % token_blocks) * tokens + group / together;
+    part = group / together % parts;
+    token = static_cast<int>(blockIdx.x % token_blocks) * tokens + group / together / parts;
     slice = blockIdx.x / token_blocks % slice_groups * together + group % together;
     stream = blockIdx.x / (token_blocks * slice_groups);
   }
 };
 
+inline int64_t gather_blocks(const SdmDims& dims, int64_t num_slices, const GatherShape& shape) {
+  return dims.N * dims.H * ceil_div(num_slices, shape.together) * ceil_div(dims.C, shape.tokens());
+}
+
 inline int64_t gather_blocks(const SdmDims& dims, int64_t num_slices) {
-  const int together = gather_slices(num_slices);
-  return dims.N * dims.H * ceil_div(num_slices, together) *
-         ceil_div(dims.C, kGatherGroups / together);
+  return gather_blocks(dims, num_slices, gather_shape(num_slices));
 }
 
 // Brings the triangles that the next stage multiplies with into L2, a share by each block: they
@@ -58,7 +79,7 @@ __device__ __forceinline__ void prefetch_matrices(const SdmChunkParams& p, const
        at += blocks * kGatherThreads) {
     const int row = at / lines % Cp, column = at % lines * kLine;
     if (column <= row) {
-      const float* m = at < Cp * lines ? p.records.inverse : p.records.qk;
+      const float* m = at < Cp * lines ? p.records.inverse : p.product;
       asm volatile("prefetch.global.L2 [%0];" ::"l"(m + (c.q * Cp + row) * Cp + column));
     }
   }
@@ -68,6 +89,10 @@ __device__ __forceinline__ void prefetch_matrices(const SdmChunkParams& p, const
 constexpr int kGatherLanes = kRingDepth / 2;
 constexpr int kRecordRounds = 3;
 
+__host__ __device__ inline GatherShape fwd_gather_shape(const SdmChunkParams& p) {
+  return gather_shape(p.num_slices, p.dims.W > p.dims.R ? p.dims.W : p.dims.R);
+}
+
 template <typename S, bool kAligned>
 __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
     const __grid_constant__ SdmChunkParams p
@@ -75,7 +100,8 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
   static_assert(kRingDepth == kRowLanes);
   __shared__ uint4 ring_memory[kRingDepth * kGatherThreads];
   __shared__ int2 record_memory[kRecordRounds][kGatherGroups][kRingDepth];
-  const GatherPlace at_place(p);
+  const GatherShape shape = fwd_gather_shape(p);
+  const GatherPlace at_place(p, shape);
   const StreamChunk c(p, at_place.stream);
   if (!c.exists) {
     return;
@@ -97,7 +123,7 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
   const int2* lane_records = p.records.lane + c.q * p.records.n +
                              (lane % 2 == 0 ? 0 : static_cast<int>(dims.C) * W) + i * width;
   const auto fetch_record = [&](int round) {
-    const int a = round * kGatherLanes + lane / 2;
+    const int a = (round * shape.parts + at_place.part) * kGatherLanes + lane / 2;
     int2* to = &record_memory[round % kRecordRounds][group][lane];
     if (live && a < width) {
       copy_async<8>(to, lane_records + a);
@@ -113,7 +139,8 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
     fetch_lane<S, kAligned>(ring, j, rows.at(valid ? record.x : 0), at.count, valid);
     weight[j] = __int_as_float(record.y);
   };
-  const int rounds = ((W > R ? W : R) + kGatherLanes - 1) / kGatherLanes;
+  const int most = W > R ? W : R, step = kGatherLanes * shape.parts;
+  const int rounds = (most + step - 1) / step;
   fetch_record(0);
   fetch_record(1);
   GatherRing::close();
@@ -149,6 +176,38 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
     }
   }
   GatherRing::wait<0>();
+  if (shape.parts > 1) {
+    // every thread leaves its sums in its own slots of the ring
+    float4* own = reinterpret_cast<float4*>(ring.slots);
+    constexpr int kFours = kVec<S> / 4;
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+      for (int four = 0; four < kFours; ++four) {
+        const float* x = sum[kind] + 4 * four;
+        own[(kind * kFours + four) * kGatherThreads] = make_float4(x[0], x[1], x[2], x[3]);
+      }
+    }
+    __syncthreads();  // the sums of all parts
+    if (at_place.part != 0) {
+      return;
+    }
+    const int stride = shape.together * kRowLanes;  // threads from part to part
+    for (int part = 1; part < shape.parts; ++part) {
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+        for (int four = 0; four < kFours; ++four) {
+          const float4 x = own[(kind * kFours + four) * kGatherThreads + part * stride];
+          float* y = sum[kind] + 4 * four;
+          y[0] += x.x;
+          y[1] += x.y;
+          y[2] += x.z;
+          y[3] += x.w;
+        }
+      }
+    }
+  }
   if (!live) {
     return;
   }

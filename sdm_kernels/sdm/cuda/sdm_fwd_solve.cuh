@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//! @file Forward, second stage of a chunk: errors and outputs from what its tokens retrieved.
+//!
+//! With u = v - retrieved: e = inverse * u, out = readings + (qk * inverse) * u (sdm_merge.cu), so
+//! that both products share u and nothing waits in between. A block takes all tokens of a few
+//! columns, which never mix; bits do not depend on how many. Bytes per block: the triangles of both
+//! matrices, 139 KB each at Cp = 256, from L2.
+#pragma once
+
+#include "sdm_kernels/sdm/cuda/sdm_product.cuh"
+
+namespace sdm::cuda {
+
+template <int kColumns>
+constexpr int64_t fwd_solve_smem(int64_t Cp) {
+  return FragmentRows<kColumns>::bytes(Cp);
+}
+
+struct FwdSolveBlocks {
+  MatrixBlock<false> inverse, product;
+};
+
+// kTerms: 1 for 16-bit banks, 3 for float32 (mma.cuh).
+template <int kTerms, int kColumns>
+__global__ void __launch_bounds__(kSolveThreads, 1) sdm_fwd_solve_kernel(
+    const __grid_constant__ SdmChunkParams p
+) {
+  extern __shared__ __align__(16) float smem[];
+  using Shape = ProductShape<kTerms, kColumns>;
+  using Rows = FragmentRows<kColumns>;
+  using Task = SolveTask<Shape>;
+  using Block = MatrixBlock<false>;
+  const SolvePlace<kColumns> at(p);
+  const StreamChunk c(p, at.stream);
+  if (!c.exists) {
+    return;
+  }
+  const int64_t D = p.dims.D;
+  const int Cp = p.records.Cp;
+  const int num_tokens = static_cast<int>(c.place.num_tokens);
+  const int row_blocks = (num_tokens + 15) / 16;  // the matrices are zero beyond
+  const float* inverse = p.records.inverse + c.q * Cp * Cp;
+  const float* product = p.product + c.q * Cp * Cp;
+  const bool vectors = p.token_vectors && at.columns == kColumns;
+  const int64_t scratch = c.scratch(p) + at.first;
+  // Blocks of both matrices; those of the first task are on their way while the rows are fetched.
+  StepRing<Shape::kDepth, FwdSolveBlocks> ring;
+  const auto steps_of = [&](const Task& task) {
+    return task.block < row_blocks ? task.block + 1 : 0;
+  };
+  const auto loader = [&](const Task& task) {
+    const float* inverse_lane = Block::lane(inverse, Cp, task.block * 16, 0);
+    const float* product_lane = Block::lane(product, Cp, task.block * 16, 0);
+    return [=](FwdSolveBlocks* blocks, int step) {
+      blocks->inverse.load(inverse_lane, Cp, step);
+      blocks->product.load(product_lane, Cp, step);
+    };
+  };
+  ring.start(steps_of(Task(0)), loader(Task(0)));
+  const Rows u(smem);
+  const bool found = u.template load<kTerms>(
+      float_rows(p.x),
+      [&](int i) { return scratch + i * D; },
+      0,
+      num_tokens,
+      row_blocks * 16,
+      at.columns,
+      vectors
+  );
+  const bool bad = __syncthreads_or(found) != 0;  // all is there, and p.x may be overwritten
+
+#pragma unroll 1
+  for (int j = 0; j < Shape::kTasks; ++j) {
+    const Task task(j);
+    const int block = task.block, first_tile = task.first_tile;
+    if (block >= row_blocks) {
+      continue;
+    }
+    const int first_column = first_tile * 8 + 2 * (static_cast<int>(threadIdx.x) % 4);
+    float errors[Shape::kTiles][4] = {}, out[Shape::kTiles][4];
+#pragma unroll
+    for (int n = 0; n < Shape::kTiles; ++n) {
+      const int column = first_column + n * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = block * 16 + Block::row(half);
+        const int count = row < num_tokens ? at.columns - column : 0;
+        const float* from = p.y + scratch + row * D + column;
+        if (vectors && count >= 2) {
+          const float2 two = __ldcg(reinterpret_cast<const float2*>(from));
+          out[n][2 * half] = two.x;
+          out[n][2 * half + 1] = two.y;
+        } else {
+          out[n][2 * half] = count > 0 ? __ldcg(from) : 0.0f;
+          out[n][2 * half + 1] = count > 1 ? __ldcg(from + 1) : 0.0f;
+        }
+      }
+    }
+    const auto load = loader(task);
+    if (j > 0) {
+      ring.start(steps_of(task), load);
+    }
+    const auto run = [&](auto with_bad) {
+      ring.run(steps_of(task), load, [&](const FwdSolveBlocks& blocks, int step) {
+        float4 rows[Shape::kTiles];
+#pragma unroll
+        for (int n = 0; n < Shape::kTiles; ++n) {
+          rows[n] = u.template fragment<decltype(with_bad)::value>(step, first_tile + n);
+        }
+        blocks.inverse.template multiply<kTerms>(rows, errors);
+        blocks.product.template multiply<kTerms>(rows, out);
+      });
+    };
+    if (bad) {
+      run(std::true_type());
+    } else {
+      run(std::false_type());
+    }
+#pragma unroll
+    for (int n = 0; n < Shape::kTiles; ++n) {
+      const int column = first_column + n * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = block * 16 + Block::row(half);
+        if (row >= num_tokens) {
+          continue;
+        }
+        float e[2] = {errors[n][2 * half], errors[n][2 * half + 1]};
+        float y[2] = {out[n][2 * half], out[n][2 * half + 1]};
+        if (bad) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            e[i] = add_bad_terms<false>(inverse, Cp, u, 0, num_tokens, row, column + i, e[i]);
+            y[i] = add_bad_terms<false>(product, Cp, u, 0, num_tokens, row, column + i, y[i]);
+          }
+        }
+        const int count = at.columns - column;
+        const int64_t token = token_row(p.dims, c.place, row) + at.first + column;
+        store_two(p.x, DType::kF32, scratch + row * D + column, count, vectors, e);
+        if (p.errors != nullptr) {
+          store_two(p.errors, DType::kF32, token, count, vectors, e);
+        }
+        store_two(p.out, p.v.dtype, token, count, vectors, y);
+      }
+    }
+  }
+}
+
+}  // namespace sdm::cuda
