@@ -26,6 +26,8 @@ CASES = [
     LAYER.but(bank_dtype=F32, chunk=100),
     LAYER.but(B=1, H=1, T=777, D=1024, S=6000),
     LAYER.but(B=1, H=1, T=520, D=1024, W=128, R=128),
+    LAYER.but(B=1, H=2, T=300, D=200, W=5, R=130),
+    LAYER.but(B=1, H=2, T=300, D=100, W=129, R=1, dtype=F32),
     LAYER.but(B=1, H=1, T=520, D=1024, W=32, R=32, chunk=64, bank_dtype=F32),
     LAYER.but(B=1, H=8, D=128, W=32, R=32, S=8192),
     LAYER.but(B=1, H=2, D=192, W=48, R=16, S=1000),

@@ -127,6 +127,34 @@ def test_bad_value_does_not_cross_heads_or_sequences(sdm, device):
         assert_same_bits(got[f"d_{name}"][1], clean[f"d_{name}"][1], name)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_bad_value_within_a_chunk(sdm, device, dtype, bad):
+    """A bad value spares the tokens before it (in the backward those after it) and other columns."""
+    case = Case("bad", B=1, T=70, H=2, S=40, D=64, W=3, R=4, chunk=64, dtype=dtype)
+    inputs = make(case, device)
+    clean = results(sdm.chunk_sdm, inputs, grad=False, chunk_size=64)
+    spoilt = inputs.map(lambda x: x.clone())
+    spoilt.v[0, 37, 1, 5] = bad
+    got = results(sdm.chunk_sdm, spoilt, grad=False, chunk_size=64)["out"]
+    assert not got[0, 37:, 1, 5].isfinite().all()
+    assert_same_bits(got[:, :37], clean["out"][:, :37])
+    for columns in (slice(0, 5), slice(6, None)):
+        assert_same_bits(got[..., columns], clean["out"][..., columns])
+
+    v = inputs.v.detach().requires_grad_()
+    args = [v if x is inputs.v else x for x in inputs.args()]
+    out, _ = sdm.chunk_sdm(*args, chunk_size=64)
+    weights = torch.ones_like(out)
+    (clean_dv,) = torch.autograd.grad(out, v, weights, retain_graph=True)
+    weights[0, 30, 0, 3] = bad
+    (dv,) = torch.autograd.grad(out, v, weights)
+    assert not dv[0, :31, 0, 3].isfinite().all()
+    assert_same_bits(dv[:, 31:], clean_dv[:, 31:])
+    for columns in (slice(0, 3), slice(4, None)):
+        assert_same_bits(dv[..., columns], clean_dv[..., columns])
+
+
 def test_last_slot_of_a_full_id_space(sdm, device):
     """S = 65536: the last id has all bits of a 16-bit key set."""
     case = Case("full", B=1, H=1, T=9, S=65536, D=2, W=4, R=4, chunk=4, ids="any")
