@@ -191,6 +191,7 @@ struct Entry {
   double weight;
   bool write, owner;
   double log_decay, gate;
+  int64_t back;  // entries of the group before it
 };
 
 struct WindowData {
@@ -210,7 +211,8 @@ inline void make_window(
   const size_t all = static_cast<size_t>(num_q * n);
   std::vector<int32_t> position(all, 0x7fffffff);
   std::vector<int4> entry(all, make_int4(-1, -1, -1, -1)), group(all, make_int4(-1, -1, -1, -1));
-  std::vector<double> log_decay(all, NAN);
+  std::vector<SdmPair> pair(all, SdmPair{NAN, ~0u, NAN});
+  std::vector<int32_t> entry_group(all, -1), entry_count(static_cast<size_t>(num_q), 0);
   std::vector<float> group_decay(all, NAN), beta(static_cast<size_t>(num_q * c.C), NAN);
   std::vector<int2> count(static_cast<size_t>(num_q), make_int2(0, 0));
   const int64_t slices = out->plain_dots ? 0 : c.slices, D = out->plain_dots ? 0 : c.D;
@@ -252,7 +254,9 @@ inline void make_window(
       const size_t from = static_cast<size_t>(token_at(token) * width + a);
       const int64_t slot = write ? p->write_idx[from] : p->read_idx[from];
       if (slot >= 0) {
-        entries.push_back({slot, lane, token, (write ? p->k : p->q).x[from], write, false, 0, 0});
+        entries.push_back(
+            {slot, lane, token, (write ? p->k : p->q).x[from], write, false, 0, 0, 0}
+        );
       }
     }
     std::stable_sort(entries.begin(), entries.end(), [](const Entry& x, const Entry& y) {
@@ -276,6 +280,9 @@ inline void make_window(
         sum += e.gate;
         e.log_decay = sum;
       }
+      for (int64_t e = begin; e < end; ++e) {
+        entries[e].back = e - begin;
+      }
       for (int64_t r = mid; r < end; ++r) {
         for (int64_t w = begin; w < mid && entries[w].token <= entries[r].token; ++w) {
           entries[r].log_decay = entries[w].log_decay;
@@ -292,6 +299,12 @@ inline void make_window(
     count[static_cast<size_t>(q)] =
         make_int2(static_cast<int>(with.size()), static_cast<int>(with.size() + without.size()));
     with.insert(with.end(), without.begin(), without.end());
+    entry_count[static_cast<size_t>(q)] = static_cast<int32_t>(size);
+    for (size_t at = 0; at < with.size(); ++at) {
+      for (int e = with[at].y; e < with[at].y + with[at].z + with[at].w; ++e) {
+        entry_group[static_cast<size_t>(q * n + e)] = static_cast<int32_t>(at);
+      }
+    }
     std::vector<double> row(entries.size()), eg(entries.size());
     for (int64_t e = 0; e < size; ++e) {
       const Entry& x = entries[e];
@@ -299,7 +312,11 @@ inline void make_window(
       position[static_cast<size_t>(q * n + x.lane)] = static_cast<int32_t>(e);
       entry[static_cast<size_t>(q * n + e)] =
           make_int4(row_id | (x.owner ? kOwnerBit : 0), -1, -1, static_cast<int>(x.lane));
-      log_decay[static_cast<size_t>(q * n + e)] = x.log_decay;
+      pair[static_cast<size_t>(q * n + e)] = {
+          static_cast<float>(x.weight),
+          static_cast<uint32_t>(x.token) | static_cast<uint32_t>(x.back) << kPairTokenBits,
+          x.log_decay
+      };
       for (int64_t s = 0; s < slices; ++s) {
         const float dot = static_cast<float>(hash(2, e * c.slices + s));
         row_dot[static_cast<size_t>((s * num_q + q) * n + e)] = dot;
@@ -413,7 +430,9 @@ inline void make_window(
   r.Cp = static_cast<int32_t>(Cp);
   r.position = device->copy(position);
   r.entry = device->copy(entry);
-  r.log_decay = device->copy(log_decay);
+  r.pair = device->copy(pair);
+  r.entry_group = device->copy(entry_group);
+  r.entry_count = device->copy(entry_count);
   r.group = device->copy(group);
   r.group_decay = device->copy(group_decay);
   r.group_count = device->copy(count);

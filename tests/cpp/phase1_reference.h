@@ -19,7 +19,8 @@ struct HostRecords {
   std::vector<int2> lane, write_post, group_count;
   std::vector<int32_t> position;
   std::vector<int4> entry, group, head_post, head_weight;
-  std::vector<double> log_decay;
+  std::vector<SdmPair> pair;
+  std::vector<int32_t> entry_group, entry_count;
   std::vector<float> group_decay, beta, inverse, qk;
 };
 
@@ -33,7 +34,9 @@ inline HostRecords fetch(const SdmRecords& r, int64_t C, size_t W, bool gram) {
   h.head_weight = to_host(r.head_weight, lanes);
   h.position = to_host(r.position, lanes);
   h.entry = to_host(r.entry, lanes);
-  h.log_decay = to_host(r.log_decay, lanes);
+  h.pair = to_host(r.pair, lanes);
+  h.entry_group = to_host(r.entry_group, lanes);
+  h.entry_count = to_host(r.entry_count, static_cast<size_t>(r.num_q));
   h.group = to_host(r.group, lanes);
   h.group_decay = to_host(r.group_decay, lanes);
   h.group_count = to_host(r.group_count, static_cast<size_t>(r.num_q));
@@ -221,7 +224,7 @@ inline void compare_chunk(
       report->close(
           as_float(entry.z), post, std::fabs(post) + 1e-32, 1e-6, "post", &report->weight
       );
-      report->same(entry.w, x.lane, "entry lane");
+      report->same(entry.w & sdm::kLaneMask, x.lane, "entry lane");
       if (x.write) {
         const int2 copy = got.write_post[static_cast<size_t>(q * d.C * d.W + x.lane)];
         report->same(copy.x, x.slot, "write_post slot");
@@ -248,8 +251,15 @@ inline void compare_chunk(
       report->same(got.lane[lane].x, x.slot, "lane slot");
       report->same(got.lane[lane].y, entry.y, "lane weight");
       report->same(got.position[lane], static_cast<int64_t>(r), "position");
+      report->same(got.pair[at + r].value == static_cast<float>(x.value), 1, "pair value");
+      report->same(
+          got.pair[at + r].info,
+          static_cast<uint32_t>(x.token) | static_cast<uint32_t>(r - begin) << kPairTokenBits,
+          "pair info"
+      );
+      report->same(got.entry_group[at + r], next[writes > 0], "entry group");
       report->close(
-          got.log_decay[at + r],
+          got.pair[at + r].log_decay,
           x.log_decay,
           std::max(1.0, std::fabs(total)),
           1e-12,
@@ -271,6 +281,9 @@ inline void compare_chunk(
         &report->weight
     );
   }
+  report->same(
+      got.entry_count[static_cast<size_t>(q)], static_cast<int64_t>(entries.size()), "entries"
+  );
   report->same(got.group_count[static_cast<size_t>(q)].x, with_writes, "groups with writes");
   report->same(got.group_count[static_cast<size_t>(q)].y, next[0], "groups");
   for (int64_t lane = 0; lane < n; ++lane) {

@@ -219,6 +219,8 @@ int main(int argc, char** argv) {
        false, f32, f32, f32, 32, 0, 0, false, -1, 0, {}},
       {"N 4, H 2, T 4096, W R 128, D 1024, C 256, bf16, 16 slices", 4, 4096, 2, 128, 128, 1024, 65536, 256,
        false, bf16, bf16, bf16, 16, 0, 0, false, -1, 0, {}},
+      {"N 4, H 8, T 4096, W R 32, D 128, C 256, bf16, 2 slices", 4, 4096, 8, 32, 32, 128, 16384, 256,
+       false, bf16, bf16, bf16, 2, 0, 0, false, -1, 0, {}},
       {"first shape, 6 % of the lanes on one slot", 1, 8192, 2, 64, 64, 1024, 65536, 256,
        false, bf16, bf16, bf16, 16, 0, 0.06, false, -0.1, 0, {}},
       {"first shape, 64 slots", 1, 8192, 2, 64, 64, 1024, 64, 256,

@@ -8,145 +8,66 @@
 //! A block makes a tile of sorted entries. Groups begin and end where bits of the tile say so; what
 //! a group has in other tiles is in their states. A read takes L from the last write that it sees,
 //! which is searched for among the words: in shared memory, but for groups longer than the tile.
-//! Bytes an entry: a word and 8 in, 40 out, about 50 more a group and 4 by lane.
+//! Bytes an entry: a word, 8 and the weight in, 36 out, 52 more a group.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "sdm_kernels/sdm/cuda/sdm_scan.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_entry_rows.cuh"
 
 namespace sdm::cuda {
 
+// Out of line: few values need it, and its code is long.
+__device__ __noinline__ float times_exp_wide(float value, double x) {
+  return static_cast<float>(static_cast<double>(value) * exp(x));
+}
+
 // value * exp(x) to float precision; the range of float is left only where the product leaves it.
 __device__ __forceinline__ float times_exp(float value, double x) {
-  if (!(fabs(x) < 80.0)) {  // NaN too
-    return static_cast<float>(static_cast<double>(value) * exp(x));
-  }
   const float high = static_cast<float>(x);
+  if (!(fabsf(high) < 80.0f)) {  // NaN too
+    return times_exp_wide(value, x);
+  }
   const float low = static_cast<float>(x - static_cast<double>(high));
   return value * (expf(high) * (1.0f + low));
 }
 
-// What a tile takes from the others of its chunk.
-struct TileCarry {
-  double open_sum;                 // gates, before the tile, of the group that is open at its start
-  double total;                    // all gates of the group that is open at its end
-  int32_t open_head, open_writes;  // first entry of the group open at the start; 1: it is a write
-  int32_t next_head, next_bound;   // the first ones after the tile
-  int32_t with_before, without_before;  // groups with writes, of reads only, before the tile
-  int32_t with_all, all;                // in the chunk
+// Where the weights of a chunk lie, writes or reads.
+struct ValuePlace {
+  const char* first;
+  int64_t token_stride, lane_stride;  // bytes
+  int high;
+  bool is_half;
+
+  __device__ __forceinline__ ValuePlace(const FloatView& view, const ChunkPlace& place)
+      : first(element_at(view, token_offset(view, place, 0), 2 + high_half(view))),
+        token_stride(view.stride[1] * (2 + high_half(view))),
+        lane_stride(view.stride[3] * (2 + high_half(view))),
+        high(high_half(view)),
+        is_half(view.dtype == DType::kF16) {}
 };
 
-// The sum of a group's gates in the tiles before `tile`, of which it fills all but the first, whose
-// number is returned in *first (-1: none). Always added from the first on.
-__device__ __forceinline__ double open_sum(
-    const SdmTileState* states, int32_t tile, int32_t* first
-) {
-  int32_t t = tile - 1;
-  while (t >= 0 && states[t].last_head < 0) {
-    --t;
+__device__ __forceinline__ RawFloat
+load_value(const ValuePlace& write, const ValuePlace& read, const LaneId& id) {
+  // field by field: a choice of structures would put them into memory
+  const int high = id.write ? write.high : read.high;
+  const char* from = (id.write ? write.first : read.first) +
+                     id.token * (id.write ? write.token_stride : read.token_stride) +
+                     id.a * (id.write ? write.lane_stride : read.lane_stride);
+  RawFloat raw{0, __ldg(reinterpret_cast<const unsigned short*>(from + high))};
+  if (high != 0) {  // narrow values are one load
+    raw.low = __ldg(reinterpret_cast<const unsigned short*>(from));
   }
-  *first = t;
-  double sum = 0.0;
-  if (t >= 0) {
-    sum = states[t].tail_sum;
-    for (++t; t < tile; ++t) {
-      sum += states[t].tail_sum;
-    }
-  }
-  return sum;
+  return raw;
 }
 
-__device__ __forceinline__ void carry_edges(
-    const SdmTileState* states, int32_t tile, int32_t tiles, int32_t end, TileCarry* carry
+// L of write e of an earlier tile; out of line, as few groups need it.
+__device__ __noinline__ double log_before(
+    const SdmTileState* states, const double* local_log, int32_t begin, int32_t e
 ) {
+  const int32_t tile = e / kTile;
   int32_t first;
-  carry->open_sum = open_sum(states, tile, &first);
-  carry->open_head = first >= 0 ? states[first].last_head : 0;
-  carry->open_writes = first >= 0 ? states[first].last_writes : 0;
-  const SdmTileState& own = states[tile];
-  double total = own.last_head >= 0 ? own.tail_sum : carry->open_sum + own.tail_sum;
-  carry->next_bound = end;
-  for (int32_t t = tile + 1; t < tiles; ++t) {
-    total += states[t].lead_sum;
-    if (states[t].first_bound >= 0) {
-      carry->next_bound = states[t].first_bound;
-      break;
-    }
-  }
-  carry->total = total;
-  carry->next_head = end;
-  for (int32_t t = tile + 1; t < tiles; ++t) {
-    if (states[t].first_head >= 0) {
-      carry->next_head = states[t].first_head;
-      break;
-    }
-  }
-}
-
-// By one warp.
-__device__ __forceinline__ void carry_counts(
-    const SdmTileState* states, int32_t tile, int32_t tiles, TileCarry* carry
-) {
-  int32_t with_before = 0, without_before = 0, with_all = 0, all = 0;
-  for (int32_t t = static_cast<int32_t>(threadIdx.x % 32); t < tiles; t += 32) {
-    const int32_t with = states[t].with_writes, without = states[t].without_writes;
-    with_before += t < tile ? with : 0;
-    without_before += t < tile ? without : 0;
-    with_all += with;
-    all += with + without;
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    with_before += __shfl_xor_sync(kAllLanes, with_before, offset);
-    without_before += __shfl_xor_sync(kAllLanes, without_before, offset);
-    with_all += __shfl_xor_sync(kAllLanes, with_all, offset);
-    all += __shfl_xor_sync(kAllLanes, all, offset);
-  }
-  if (threadIdx.x % 32 == 0) {
-    carry->with_before = with_before;
-    carry->without_before = without_before;
-    carry->with_all = with_all;
-    carry->all = all;
-  }
-}
-
-template <typename Word>
-struct EntryStorage {
-  TileBits bits;
-  TileCarry carry;
-  int32_t with_writes[kTileRows], without_writes[kTileRows];  // heads in the rows before
-  float beta[kMaxChunk];
-  float values[kTile];
-  Word words[kTile + 1];  // the first is the one before the tile
-  double sums[kTile];
-};
-
-// Heads in the rows before each row of the tile, by one warp.
-template <typename Word>
-__device__ __forceinline__ void count_heads(EntryStorage<Word>* s, int32_t entries) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  int32_t with[2], without[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = lane * 2 + i;
-    const int32_t rest = entries - row * 32;
-    const uint32_t inside = rest >= 32 ? ~0u : rest <= 0 ? 0u : (1u << rest) - 1;
-    with[i] = __popc(s->bits.writes[row + 1]);
-    without[i] = __popc(s->bits.heads[row + 1] & inside & ~s->bits.writes[row + 1]);
-  }
-  int32_t with_sum = with[0] + with[1], without_sum = without[0] + without[1];
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int32_t a = __shfl_up_sync(kAllLanes, with_sum, offset);
-    const int32_t b = __shfl_up_sync(kAllLanes, without_sum, offset);
-    with_sum += lane >= offset ? a : 0;
-    without_sum += lane >= offset ? b : 0;
-  }
-  s->with_writes[lane * 2 + 1] = with_sum - with[1];
-  s->with_writes[lane * 2] = with_sum - with[1] - with[0];
-  s->without_writes[lane * 2 + 1] = without_sum - without[1];
-  s->without_writes[lane * 2] = without_sum - without[1] - without[0];
+  return begin < tile * kTile ? open_sum(states, tile, &first) + local_log[e] : local_log[e];
 }
 
 // A tile and its chunk, as the entries see them.
@@ -157,7 +78,7 @@ struct EntryTile {
   const Word* words;
   const double* local_log;
   const SdmTileState* states;
-  int32_t base;
+  int32_t base, end;
 
   __device__ __forceinline__ int32_t lane_at(int32_t e) const {
     return lane_of(p, e >= base ? s.words[e - base + 1] : words[e]);
@@ -168,9 +89,7 @@ struct EntryTile {
     if (e >= base) {
       return begin < base ? s.carry.open_sum + s.sums[e - base] : s.sums[e - base];
     }
-    const int32_t tile = e / kTile;
-    int32_t first;
-    return begin < tile * kTile ? open_sum(states, tile, &first) + local_log[e] : local_log[e];
+    return log_before(states, local_log, begin, e);
   }
 
   // The first entry of [begin, end) whose lane is not below `bound`; lanes ascend inside a group.
@@ -190,101 +109,162 @@ struct EntryTile {
   }
 };
 
-// The records of entry e.
+// What a head tells of its group's first two entries.
+struct HeadPart {
+  int32_t row;  // token of a write, C + token of a read
+  int32_t write_bit;
+  float weight, post;
+
+  __device__ __forceinline__ HeadPart from_lane(int lane) const {
+    return {
+        __shfl_sync(kAllLanes, row, lane),
+        __shfl_sync(kAllLanes, write_bit, lane),
+        __shfl_sync(kAllLanes, weight, lane),
+        __shfl_sync(kAllLanes, post, lane)
+    };
+  }
+};
+
+// An entry's place in its group, and the group's.
+struct EntryPlace {
+  int32_t back;  // entries of the group before it
+  int32_t group;
+  int32_t own_writes, members;  // of a head
+  double total;                 // of a head: all gates of the group
+  int32_t slot;
+};
+
+// The records of sorted entry e, but for those of its group.
 template <typename Word>
-__device__ __forceinline__ void finish_entry(const EntryTile<Word>& tile, int64_t q, int32_t e) {
+__device__ __forceinline__ void finish_entry(
+    const EntryTile<Word>& tile,
+    int64_t chunk_at,
+    const EntryRow& in_row,
+    int32_t e,
+    HeadPart* part,
+    EntryPlace* place_in
+) {
   const SdmPhase1Params& p = tile.p;
   const EntryStorage<Word>& s = tile.s;
   const SdmRecords& records = p.records;
-  const int64_t chunk_at = q * records.n;
-  const int32_t i = e - tile.base;
+  const int32_t i = e - tile.base, row_first = e - i % 32;
   const Word word = s.words[i + 1];
   const int32_t lane = lane_of(p, word);
   const LaneId id = split_lane(p, lane);
   const float value = s.values[i];
 
-  const int32_t head = last_bit(s.bits.heads, i);
-  const int32_t begin = head >= 0 ? tile.base + head : s.carry.open_head;
-  const bool with_writes = head >= 0 ? has_bit(s.bits.writes, head) : s.carry.open_writes != 0;
   const uint32_t up_to = ~0u >> (31 - i % 32);
-  const uint32_t writes = s.bits.writes[i / 32 + 1], heads = s.bits.heads[i / 32 + 1];
-  const int32_t group =
-      with_writes ? s.carry.with_before + s.with_writes[i / 32] + __popc(writes & up_to) - 1
-                  : s.carry.with_all + s.carry.without_before + s.without_writes[i / 32] +
-                        __popc(heads & ~writes & up_to) - 1;
+  const uint32_t heads = in_row.heads & up_to;
+  const int32_t place = 31 - __clz(static_cast<int>(heads));
+  const int32_t begin = heads != 0 ? row_first + place : in_row.open;
+  const bool with_writes =
+      heads != 0 ? (in_row.writes >> place & 1u) != 0 : in_row.open_writes != 0;
+  const int32_t group = with_writes ? in_row.with + __popc(in_row.writes & up_to) - 1
+                                    : in_row.without + __popc(heads & ~in_row.writes) - 1;
 
   // writes of earlier tokens (a write pairs with those), of tokens up to its own (a read)
   const int32_t W = static_cast<int32_t>(p.in.dims.W);
   const int32_t bound_lane = (id.write ? id.token : id.token + 1) * W;
-  int32_t stop = e;
-  if (!with_writes) {
-    stop = begin;
-  } else if (e > begin && lane_of(p, s.words[i]) >= bound_lane) {
+  int32_t stop = with_writes ? e : begin;
+  if (stop > begin && lane_of(p, s.words[i]) >= bound_lane) {
     stop = tile.find_lane(begin, e - 1, bound_lane);
   }
-  int32_t row = id.token;
   double log_decay = 0.0, total = 0.0;
   float post = 0.0f;
   int32_t bound = e;  // of a write: the first entry after the group's writes
+  const int32_t last = id.write ? e : stop - 1;  // the last write that it sees
+  if (last >= begin) {
+    log_decay = tile.log_at(begin, last);
+  }
   if (id.write) {
-    const int32_t next = next_bit(s.bits.bounds, i + 1);
-    bound = next >= 0 ? tile.base + next : s.carry.next_bound;
-    log_decay = tile.log_at(begin, e);
-    total = next >= 0 ? tile.log_at(begin, bound - 1) : s.carry.total;
+    const uint32_t bounds = in_row.bounds & ~up_to;
+    bound = bounds != 0 ? row_first + __ffs(static_cast<int>(bounds)) - 1 : in_row.next_bound;
+    total = bound <= tile.base + kTile ? tile.log_at(begin, bound - 1) : s.carry.total;
     post = times_exp(value, total - log_decay) * s.beta[id.token];
-    row |= stop == e ? kOwnerBit : 0;
-  } else {
-    log_decay = stop > begin ? tile.log_at(begin, stop - 1) : 0.0;
-    row += static_cast<int32_t>(p.in.dims.C);
   }
+  const int32_t row = id.token + (id.write ? 0 : static_cast<int32_t>(p.in.dims.C));
   const float weight = times_exp(value, log_decay);
-  records.entry[chunk_at + e] = make_int4(row, __float_as_int(weight), __float_as_int(post), lane);
-  records.log_decay[chunk_at + e] = log_decay;
-  static_cast<Word*>(p.link)[chunk_at + lane] =
-      static_cast<Word>(e) | static_cast<Word>(stop - begin) << kLinkBits<Word>;
-  if (p.gram) {
-    const uint32_t back = static_cast<uint32_t>(e - begin);
-    const SdmPair pair{value, static_cast<uint32_t>(id.token) | back << kPairTokenBits, log_decay};
-    *reinterpret_cast<uint4*>(p.pair + chunk_at + e) = *reinterpret_cast<const uint4*>(&pair);
+  const int64_t at = chunk_at + e;
+  const uint32_t back = static_cast<uint32_t>(e - begin);
+  records.entry[at] = make_int4(
+      row | (id.write && stop == e ? kOwnerBit : 0),
+      __float_as_int(weight),
+      __float_as_int(post),
+      lane | min(stop - begin, kManyPairs) << kPairsBit
+  );
+  const SdmPair pair{value, static_cast<uint32_t>(id.token) | back << kPairTokenBits, log_decay};
+  *reinterpret_cast<int4*>(records.pair + at) = *reinterpret_cast<const int4*>(&pair);
+  records.entry_group[at] = group;
+  const uint32_t later = in_row.heads & ~up_to;
+  const int32_t next =
+      later != 0 ? row_first + __ffs(static_cast<int>(later)) - 1 : in_row.next_head;
+  *part = {row, id.write ? kOwnerBit : 0, weight, post};
+  *place_in = {e - begin, group, bound - e, min(next, tile.end) - e, total, slot_of(p, word)};
+}
+
+// The records of a group by its head e, written whole where its second entry is of the same warp:
+// a sector that leaves L2 in part costs a read.
+__device__ __forceinline__ void finish_group(
+    const SdmRecords& records,
+    int64_t chunk_at,
+    int32_t e,
+    const EntryPlace& place,
+    const HeadPart& own,
+    const HeadPart& second
+) {
+  const auto flags = [](int32_t count) {
+    return (count > 1 ? kSecondBit : 0) | (count > 2 ? kMoreBit : 0);
+  };
+  const int64_t at = chunk_at + place.group;
+  const int32_t post_row = own.row | flags(place.own_writes);
+  const int32_t weight_row = own.row | flags(place.members) | own.write_bit;
+  records.group[at] = make_int4(place.slot, e, place.own_writes, place.members - place.own_writes);
+  records.group_decay[at] = place.own_writes > 0 ? times_exp(1.0f, place.total) : 1.0f;
+  if ((e + 1) % kWarpEntries != 0) {
+    const bool two = place.members > 1;
+    records.head_post[at] = make_int4(
+        post_row,
+        __float_as_int(own.post),
+        two ? second.row : 0,
+        two ? __float_as_int(second.post) : 0
+    );
+    records.head_weight[at] = make_int4(
+        weight_row,
+        __float_as_int(own.weight),
+        two ? second.row | second.write_bit : 0,
+        two ? __float_as_int(second.weight) : 0
+    );
+  } else {
+    reinterpret_cast<int2*>(records.head_post)[at * 2] =
+        make_int2(post_row, __float_as_int(own.post));
+    reinterpret_cast<int2*>(records.head_weight)[at * 2] =
+        make_int2(weight_row, __float_as_int(own.weight));
   }
-  if (e - begin >= 2) {
-    return;
-  }
-  int32_t post_flags = 0, weight_flags = 0;
-  if (e == begin) {
-    const int32_t next = next_bit(s.bits.heads, i + 1);
-    const int32_t members = (next >= 0 ? tile.base + next : s.carry.next_head) - e;
-    const int32_t own_writes = bound - e;
-    const auto flags = [](int32_t count) {
-      return (count > 1 ? kSecondBit : 0) | (count > 2 ? kMoreBit : 0);
-    };
-    post_flags = flags(own_writes);
-    weight_flags = flags(members);
-    records.group[chunk_at + group] =
-        make_int4(slot_of(p, word), e, own_writes, members - own_writes);
-    records.group_decay[chunk_at + group] = own_writes > 0 ? times_exp(1.0f, total) : 1.0f;
-  }
-  const int64_t at = (chunk_at + group) * 2 + (e - begin);
-  const int32_t plain = row & kRowMask;
-  reinterpret_cast<int2*>(records.head_post)[at] =
-      make_int2(plain | post_flags, __float_as_int(post));
+}
+
+// The half of a group's records that is its second entry's, where the head is another warp's.
+__device__ __forceinline__ void finish_second(
+    const SdmRecords& records, int64_t chunk_at, const EntryPlace& place, const HeadPart& own
+) {
+  const int64_t at = (chunk_at + place.group) * 2 + 1;
+  reinterpret_cast<int2*>(records.head_post)[at] = make_int2(own.row, __float_as_int(own.post));
   reinterpret_cast<int2*>(records.head_weight)[at] =
-      make_int2(plain | weight_flags | (id.write ? kOwnerBit : 0), __float_as_int(weight));
+      make_int2(own.row | own.write_bit, __float_as_int(own.weight));
 }
 
 // Grid: num_q * tiles blocks.
 template <typename Word>
-__global__ void __launch_bounds__(kThreads, 4) sdm_entries_kernel(
+__global__ void __launch_bounds__(kThreads, 3) sdm_entries_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
-  constexpr int kItems = kTile / kThreads;
+  constexpr int kItems = kWarpEntries / 32;
   __shared__ __align__(16) EntryStorage<Word> s;
   const TilePlace at = tile_place(p.tiles);
   ChunkPlace place;
   if (!find_chunk(p.in.dims, p.in.sequences, p.window, at.q, &place)) {
     return;
   }
-  const int32_t end = p.num_entries[at.q];
+  const int32_t end = p.records.entry_count[at.q];
   const int32_t base = at.tile * kTile;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   if (base >= end) {
@@ -300,43 +280,45 @@ __global__ void __launch_bounds__(kThreads, 4) sdm_entries_kernel(
       static_cast<const Word*>(p.sorted) + chunk_at,
       p.local_log + chunk_at,
       p.tile_state + at.q * p.tiles,
-      base
+      base,
+      end
   };
-  Word word[kItems], before[kItems];
+  Word word[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
     const int32_t e = base + (warp * kItems + item) * 32 + lane;
-    load_row(tile.words, e, end, &word[item], &before[item]);
+    word[item] = e < end ? tile.words[e] : Word{0};
   }
+  const int32_t warp_first = base + warp * kItems * 32;
+  Word last = warp_first > 0 && warp_first < end ? tile.words[warp_first - 1] : Word{0};
   if (thread == 0) {
-    s.bits.clear_ends();
-    s.words[0] = before[0];
+    s.words[0] = last;
   }
+  const int32_t writes = static_cast<int32_t>(p.in.dims.C * p.in.dims.W);
+  const ValuePlace write_values(p.in.tokens.write_val, place);
+  const ValuePlace read_values(p.in.tokens.read_val, place);
   RawFloat raw[kItems];
-  unsigned written = 0;
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
     const int row = warp * kItems + item;
     const int32_t e = base + row * 32 + lane;
-    const EntryKind kind = entry_kind(p, word[item], before[item], e, end);
-    const FloatView& view = kind.id.write ? p.in.tokens.write_val : p.in.tokens.read_val;
-    const int high = high_half(view);
+    Word before = __shfl_up_sync(kAllLanes, word[item], 1);
+    before = lane > 0 ? before : last;
+    last = __shfl_sync(kAllLanes, word[item], 31);
+    const LaneId id = split_lane(p, lane_of(p, word[item]));
     raw[item] = {0, 0};
     if (e < end) {
-      const char* from = element_at(
-          view, token_offset(view, place, kind.id.token) + kind.id.a * view.stride[3], 2 + high
-      );
-      raw[item].high = __ldg(reinterpret_cast<const unsigned short*>(from + high));
-      if (high != 0) {  // narrow values are one load
-        raw[item].low = __ldg(reinterpret_cast<const unsigned short*>(from));
-      }
+      raw[item] = load_value(write_values, read_values, id);
     }
-    written |= kind.id.write ? 1u << item : 0u;
-    const unsigned heads = __ballot_sync(kAllLanes, kind.head);
-    const unsigned bounds = __ballot_sync(kAllLanes, kind.bound);
-    const unsigned writes = __ballot_sync(kAllLanes, kind.head && e < end && kind.id.write);
+    const bool head = e >= end || e == 0 || slot_of(p, word[item]) != slot_of(p, before);
+    const bool bound = head || (!id.write && lane_of(p, before) < writes);
+    const unsigned heads = __ballot_sync(kAllLanes, head);
+    const unsigned bounds = __ballot_sync(kAllLanes, bound);
+    const unsigned write_heads = __ballot_sync(kAllLanes, head && e < end && id.write);
     if (lane == 0) {
-      s.bits.set_row(row, heads, bounds, writes);
+      s.rows[row].heads = heads;
+      s.rows[row].bounds = bounds;
+      s.rows[row].writes = write_heads;
     }
     s.words[row * 32 + lane + 1] = word[item];
   }
@@ -349,33 +331,51 @@ __global__ void __launch_bounds__(kThreads, 4) sdm_entries_kernel(
   for (int32_t i = thread; i < p.in.dims.C; i += kThreads) {
     s.beta[i] = p.records.beta[at.q * p.in.dims.C + i];
   }
-#pragma unroll
-  for (int item = 0; item < kItems; ++item) {
-    const int i = (warp * kItems + item) * 32 + lane;
-    const FloatView& view =
-        (written >> item & 1u) != 0 ? p.in.tokens.write_val : p.in.tokens.read_val;
-    s.values[i] = raw_value(view, raw[item]);
-    s.sums[i] = local[item];
-  }
   const int32_t tiles = (end + kTile - 1) / kTile;
   if (warp == 0) {
     carry_counts(tile.states, at.tile, tiles, &s.carry);
   } else if (thread == 32) {
     carry_edges(tile.states, at.tile, tiles, end, &s.carry);
   }
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const int i = (warp * kItems + item) * 32 + lane;
+    const bool write = lane_of(p, word[item]) < writes;
+    s.values[i] = raw_value(
+        raw[item],
+        write ? write_values.high : read_values.high,
+        write ? write_values.is_half : read_values.is_half
+    );
+    s.sums[i] = local[item];
+  }
   __syncthreads();  // bits, words and carry are there
   if (warp == 0) {
-    count_heads(&s, end - base);
+    link_rows(&s, base, end);
   }
   if (at.tile == 0 && thread == 0) {
     p.records.group_count[at.q] = make_int2(s.carry.with_all, s.carry.all);
   }
-  __syncthreads();  // heads are counted
-#pragma unroll 2
-  for (int item = 0; item < kItems; ++item) {
-    const int32_t e = base + (warp * kItems + item) * 32 + lane;
+  __syncthreads();                   // rows know each other
+  HeadPart after{0, 0, 0.0f, 0.0f};  // the first entry of the row after
+#pragma unroll 1
+  for (int item = kItems - 1; item >= 0; --item) {
+    const int row = warp * kItems + item;
+    const int32_t e = base + row * 32 + lane;
+    HeadPart own{0, 0, 0.0f, 0.0f};
+    EntryPlace in_group{-1, 0, 0, 0, 0.0, 0};
     if (e < end) {
-      finish_entry(tile, at.q, e);
+      finish_entry(tile, chunk_at, s.rows[row], e, &own, &in_group);
+    }
+    __syncwarp();  // all lanes tell each other
+    HeadPart second = own.from_lane((lane + 1) % 32);
+    if (lane == 31) {
+      second = after;
+    }
+    after = own.from_lane(0);
+    if (in_group.back == 0) {
+      finish_group(p.records, chunk_at, e, in_group, own, second);
+    } else if (in_group.back == 1 && e % kWarpEntries == 0) {
+      finish_second(p.records, chunk_at, in_group, own);
     }
   }
 }

@@ -8,14 +8,12 @@
 //! stored times beta[j]. L is double, so the difference keeps its bits; the factor is at most
 //! float.
 //!
-//! A warp owns a token and keeps its row of C sums in shared memory. Its lanes take 32 entries of
-//! the token at a time, find them in sorted order through `link`, and write what later stages want
-//! by lane, so that only one word a lane is ever written out of order. Entries with few earlier
-//! writes are walked side by side, one lane each; then those with many, one by one with the whole
-//! warp over the writes. Terms that meet in one column at one step are added in lane order, so the
-//! order of a sum follows from the data alone.
-//! Bytes: 4 and the id and 16 in, 16 out a lane, 16 an entry with earlier writes, 16 a pair, 8 Cp^2
-//! a chunk out.
+//! A warp owns a token and keeps its two rows of C sums in shared memory. Its lanes take 128
+//! entries of the token at a time, find them in sorted order through their places, and write what
+//! later stages want by lane. The pairs of entries with few earlier writes are listed, so that all
+//! lanes have one; then those with many go one by one, the whole warp over the writes. Terms that
+//! meet in one column at one step are added in lane order, so the order of a sum follows from the
+//! data alone. Bytes: 24 in, 12 out a lane, 32 a pair, 8 Cp^2 a chunk out.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,7 +23,8 @@
 namespace sdm::cuda {
 
 constexpr int kGramWarps = 8;
-constexpr int kShortSpan = 8;  // writes that a lane walks alone
+constexpr int kShortSpan = 8;  // most writes of an entry whose pairs are listed
+constexpr int kGramItems = 32 * kShortSpan;
 constexpr int kGramBatch = 4;  // times 32 lanes whose loads are started together
 
 // later * earlier * exp(x); a decay of zero erases whatever was there.
@@ -42,15 +41,25 @@ __device__ __forceinline__ float pair_term(float later, float earlier, double x)
   return later * (expf(high) * (1.0f + low)) * earlier;
 }
 
-// s_row[column] += term for all active lanes, equal columns in lane order. All lanes call it.
-__device__ __forceinline__ void add_terms(float* s_row, bool active, int column, float term) {
+// A warp's memory.
+struct GramWarp {
+  float rows[2 * kMaxChunk];   // of A, of QK
+  uint32_t items[kGramItems];  // place of the later entry | number of the write | whether it reads
+};
+
+constexpr int kItemStep = kPairsBit, kItemRead = kPairsBit + 3;
+static_assert(kShortSpan <= 8);
+
+// s_rows[column] += term for all active lanes, equal columns in lane order. All lanes call it.
+__device__ __forceinline__ void add_terms(float* s_rows, bool active, int column, float term) {
+  static_assert(2 * kMaxChunk == 1 << 9);
   const unsigned lane = threadIdx.x % 32;
   const unsigned peers =
-      match_bits<8>(static_cast<unsigned>(column), __ballot_sync(kAllLanes, active));
+      match_bits<9>(static_cast<unsigned>(column), __ballot_sync(kAllLanes, active));
   const int rank = active ? __popc(peers & ((1u << lane) - 1)) : -1;
   for (int round = 0; __any_sync(kAllLanes, rank >= round); ++round) {
     if (rank == round) {
-      s_row[column] += term;
+      s_rows[column] += term;
     }
     __syncwarp();  // the next lane of the same column, or the next call, reads the sum
   }
@@ -63,155 +72,213 @@ __device__ __forceinline__ SdmPair load_pair(const SdmPair* at) {
   return pair;
 }
 
+// Earlier writes of an entry, if its pairs are listed.
+__device__ __forceinline__ int short_length(int32_t link) {
+  const int length = link >> kPairsBit;
+  return link >= 0 && length <= kShortSpan ? length : 0;
+}
+
 __device__ __forceinline__ int token_of(const SdmPair& pair) {
   return static_cast<int>(pair.info & ((1u << kPairTokenBits) - 1));
 }
 
-// Adds the pairs of a warp's 32 entries to the row: entry `position` pairs with the `length` first
-// writes of its group.
-__device__ __forceinline__ void add_pairs(
-    const SdmPair* pairs, int32_t position, int32_t length, float* s_row
+// The first entry of [begin, end) of a group whose row is not below `bound`; rows ascend in it.
+__device__ __forceinline__ int32_t
+find_row(const int4* entries, int32_t begin, int32_t end, int32_t bound) {
+  while (begin < end) {
+    const int32_t middle = begin + (end - begin) / 2;
+    if ((entries[middle].x & ~kOwnerBit) < bound) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
+// Adds the pairs of kCount entries of every lane that have at most kShortSpan each, as their links
+// say; reads: bit k is set where entry k is one. All pairs fit the list.
+template <int kCount>
+__device__ __forceinline__ void add_short(
+    const SdmPair* pairs, const int32_t (&link)[kCount], unsigned reads, GramWarp* s
 ) {
-  if (!__any_sync(kAllLanes, length > 0)) {
-    return;
-  }
   const int lane = static_cast<int>(threadIdx.x % 32);
-  SdmPair own{0.0f, 0, 0.0};
-  if (length > 0) {
-    own = load_pair(pairs + position);
+  int count = 0;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    count += short_length(link[k]);
   }
-  const int32_t begin = position - static_cast<int32_t>(own.info >> kPairTokenBits);
-  const int32_t alone = length <= kShortSpan ? length : 0;
-  for (int32_t step = 0; __any_sync(kAllLanes, step < alone); ++step) {
-    float term = 0.0f;
+  int upto = count;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int before = __shfl_up_sync(kAllLanes, upto, offset);
+    upto += lane >= offset ? before : 0;
+  }
+  const int total = __shfl_sync(kAllLanes, upto, 31);
+  uint32_t* item = s->items + (upto - count);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const uint32_t own = static_cast<uint32_t>(link[k] & ((1 << kPairsBit) - 1)) | (reads >> k & 1u)
+                                                                                       << kItemRead;
+    for (int step = 0; step < short_length(link[k]); ++step) {
+      *item++ = own | static_cast<uint32_t>(step) << kItemStep;
+    }
+  }
+  __syncwarp();  // the list is complete
+  for (int first = 0; first < total; first += 32) {
+    const bool active = first + lane < total;
     int column = 0;
-    if (step < alone) {
-      const SdmPair earlier = load_pair(pairs + begin + step);
-      column = token_of(earlier);
+    float term = 0.0f;
+    if (active) {
+      const uint32_t own_item = s->items[first + lane];
+      const int32_t position = static_cast<int32_t>(own_item & ((1u << kPairsBit) - 1));
+      const SdmPair own = load_pair(pairs + position);
+      const int32_t begin = position - static_cast<int32_t>(own.info >> kPairTokenBits);
+      const SdmPair earlier =
+          load_pair(pairs + begin + static_cast<int32_t>(own_item >> kItemStep & 7u));
+      column = token_of(earlier) + static_cast<int>(own_item >> kItemRead) * kMaxChunk;
       term = pair_term(own.value, earlier.value, own.log_decay - earlier.log_decay);
     }
-    add_terms(s_row, step < alone, column, term);
+    add_terms(s->rows, active, column, term);
   }
-  unsigned rest = __ballot_sync(kAllLanes, length > kShortSpan);
-  while (rest != 0) {
-    const int owner = __ffs(static_cast<int>(rest)) - 1;
-    rest &= rest - 1;
-    const int32_t first = __shfl_sync(kAllLanes, begin, owner);
-    const int32_t count = __shfl_sync(kAllLanes, length, owner);
-    const double later_log = __shfl_sync(kAllLanes, own.log_decay, owner);
-    const float later_value = __shfl_sync(kAllLanes, own.value, owner);
-    for (int32_t step = 0; step < count; step += 32) {
-      const bool active = step + lane < count;
-      float term = 0.0f;
-      int column = 0;
-      if (active) {
-        const SdmPair earlier = load_pair(pairs + first + step + lane);
-        column = token_of(earlier);
-        term = pair_term(later_value, earlier.value, later_log - earlier.log_decay);
-      }
-      add_terms(s_row, active, column, term);
+  __syncwarp();  // the list has been read
+}
+
+// Adds the pairs of one entry by all lanes.
+__device__ __forceinline__ void add_long(
+    const SdmPair* pairs, const int4* entries, int32_t link, bool read, GramWarp* s
+) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int32_t position = link & ((1 << kPairsBit) - 1);
+  const SdmPair own = load_pair(pairs + position);
+  const int32_t begin = position - static_cast<int32_t>(own.info >> kPairTokenBits);
+  int32_t length = link >> kPairsBit;
+  if (length == kManyPairs) {
+    length = find_row(entries, begin, position, token_of(own) + (read ? 1 : 0)) - begin;
+  }
+  for (int32_t step = 0; step < length; step += 32) {
+    const bool active = step + lane < length;
+    float term = 0.0f;
+    int column = 0;
+    if (active) {
+      const SdmPair earlier = load_pair(pairs + begin + step + lane);
+      column = token_of(earlier) + (read ? kMaxChunk : 0);
+      term = pair_term(own.value, earlier.value, own.log_decay - earlier.log_decay);
     }
+    add_terms(s->rows, active, column, term);
   }
 }
 
-// The records by lane of a token's writes or reads, and their pairs.
-template <typename Word, bool kGram>
-__device__ __forceinline__ void lane_records(
-    const SdmPhase1Params& p,
-    const ChunkPlace& place,
-    int64_t q,
-    int32_t token,
-    bool write,
-    float* s_row
+// The records by lane of a token, and the pairs of its entries.
+template <bool kGram>
+__device__ __forceinline__ void token_records(
+    const SdmPhase1Params& p, int64_t q, int32_t token, GramWarp* s
 ) {
   const SdmDims& dims = p.in.dims;
-  const int32_t C = static_cast<int32_t>(dims.C), W = static_cast<int32_t>(dims.W);
-  const int32_t count = write ? W : static_cast<int32_t>(dims.R);
-  const int32_t first = write ? token * W : C * W + token * count;
+  const int32_t C = static_cast<int32_t>(dims.C), W = static_cast<int32_t>(dims.W),
+                R = static_cast<int32_t>(dims.R);
   const int64_t chunk_at = q * p.records.n;
-  const Word* link = static_cast<const Word*>(p.link) + chunk_at + first;
+  const int32_t* slots = p.slots + chunk_at;
   const int4* entries = p.records.entry + chunk_at;
-  int2* lanes = p.records.lane + chunk_at + first;
-  int2* posts = p.records.write_post + q * C * W + first;
-  int32_t* positions = p.records.position + chunk_at + first;
-  const IndexView& ids = write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
-  const int high = high_half(ids);
-  const bool live = token < place.num_tokens;
-  const int64_t ids_at = live ? token_offset(ids, place, token) : 0;
+  int2* lanes = p.records.lane + chunk_at;
+  int2* posts = p.records.write_post + q * C * W;
+  const int32_t* positions = p.records.position + chunk_at;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  for (int32_t base = 0; base < count; base += 32 * kGramBatch) {
-    int32_t position[kGramBatch], length[kGramBatch];
-    RawId id[kGramBatch];
+  for (int32_t base = 0; base < W + R; base += 32 * kGramBatch) {
+    int32_t slot[kGramBatch], link[kGramBatch];
+    unsigned reads = 0;
 #pragma unroll
     for (int k = 0; k < kGramBatch; ++k) {
       const int32_t a = base + k * 32 + lane;
-      Word found = ~Word{0};
-      id[k] = {0, 0};
-      if (a < count) {
-        found = link[a];
-        if (live) {
-          id[k] = load_id(element_at(ids, ids_at + a * ids.stride[3], 4 + high), high);
-        }
+      slot[k] = link[k] = -1;
+      if (a < W + R) {
+        const int32_t at = a < W ? token * W + a : C * W + token * R + (a - W);
+        slot[k] = slots[at];
+        link[k] = positions[at];
       }
-      const bool used = found != ~Word{0};
-      position[k] = used ? static_cast<int32_t>(found & ((Word{1} << kLinkBits<Word>)-1)) : -1;
-      length[k] = used ? static_cast<int32_t>(found >> kLinkBits<Word>) : 0;
     }
     int4 entry[kGramBatch];
 #pragma unroll
     for (int k = 0; k < kGramBatch; ++k) {
       entry[k] = make_int4(0, 0, 0, 0);
-      if (position[k] >= 0) {
-        entry[k] = entries[position[k]];
+      if (link[k] >= 0) {
+        entry[k] = entries[link[k]];
       }
     }
 #pragma unroll
     for (int k = 0; k < kGramBatch; ++k) {
       const int32_t a = base + k * 32 + lane;
-      if (a < count) {
-        const int32_t slot = position[k] >= 0 ? static_cast<int32_t>(id[k].low) : -1;
-        lanes[a] = make_int2(slot, entry[k].y);
-        positions[a] = position[k];
-        if (write) {
-          posts[a] = make_int2(slot, entry[k].z);
+      const int32_t at = a < W ? token * W + a : C * W + token * R + (a - W);
+      reads |= a < W ? 0u : 1u << k;
+      if (a < W + R) {
+        lanes[at] = make_int2(slot[k], entry[k].y);
+        if (a < W) {
+          posts[at] = make_int2(slot[k], entry[k].z);
         }
       }
+      link[k] |= link[k] < 0 ? 0 : entry[k].w & ~kLaneMask;
     }
     if constexpr (kGram) {
-#pragma unroll 1
-      for (int k = 0; k < kGramBatch; ++k) {
-        // by constants only, so that the arrays stay in registers
-        int32_t own_position = position[0], own_length = length[0];
+      const SdmPair* pairs = p.records.pair + chunk_at;
+      int count = 0;
+      unsigned longer = 0;
 #pragma unroll
-        for (int j = 1; j < kGramBatch; ++j) {
-          own_position = j == k ? position[j] : own_position;
-          own_length = j == k ? length[j] : own_length;
+      for (int k = 0; k < kGramBatch; ++k) {
+        count += short_length(link[k]);
+        longer |= link[k] >> kPairsBit > kShortSpan ? 1u << k : 0u;
+      }
+      int total = count;
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) {
+        total += __shfl_xor_sync(kAllLanes, total, offset);
+      }
+      if (total <= kGramItems) {
+        add_short(pairs, link, reads, s);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kGramBatch; ++k) {
+          const int32_t own[1] = {link[k]};
+          add_short(pairs, own, reads >> k, s);
         }
-        add_pairs(p.pair + chunk_at, own_position, own_length, s_row);
+      }
+      if (__any_sync(kAllLanes, longer != 0)) {
+#pragma unroll
+        for (int k = 0; k < kGramBatch; ++k) {
+          unsigned rest = __ballot_sync(kAllLanes, (longer >> k & 1u) != 0);
+          while (rest != 0) {
+            const int owner = __ffs(static_cast<int>(rest)) - 1;
+            rest &= rest - 1;
+            add_long(
+                pairs,
+                entries,
+                __shfl_sync(kAllLanes, link[k], owner),
+                __shfl_sync(kAllLanes, reads, owner) >> k & 1u,
+                s
+            );
+          }
+        }
       }
     }
   }
 }
 
-// out[j] = s_row[j] * beta[j] for j < num_columns and 0 up to Cp; clears the row.
+// out[j] = s_row[j] * beta[j] for j < num_columns and 0 up to Cp.
 __device__ __forceinline__ void store_gram_row(
-    const float* beta, int32_t num_columns, int32_t Cp, float* s_row, float* out
+    const float* beta, int32_t num_columns, int32_t Cp, const float* s_row, float* out
 ) {
   for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < Cp; j += 32) {
     const float sum = s_row[j];
     // no common slot: zero, even where beta is not finite
     out[j] = j < num_columns && sum != 0.0f ? sum * beta[j] : 0.0f;
-    s_row[j] = 0.0f;
   }
-  __syncwarp();  // the row is clear before other lanes add to it
 }
 
 // Grid: num_q * Cp / kGramWarps blocks.
-template <typename Word, bool kGram>
+template <bool kGram>
 __global__ void __launch_bounds__(kGramWarps * 32) sdm_gram_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
-  __shared__ float s_rows[kGramWarps][kMaxChunk];
+  __shared__ GramWarp s_warps[kGramWarps];
   const SdmDims& dims = p.in.dims;
   const int32_t Cp = p.records.Cp;
   const int32_t blocks = Cp / kGramWarps;
@@ -222,27 +289,22 @@ __global__ void __launch_bounds__(kGramWarps * 32) sdm_gram_kernel(
   if (!find_chunk(dims, p.in.sequences, p.window, q, &place)) {
     return;
   }
-  float* s_row = s_rows[warp];
+  GramWarp* s = s_warps + warp;
   if constexpr (kGram) {
-    for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < Cp; j += 32) {
-      s_row[j] = 0.0f;
+    for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < 2 * kMaxChunk; j += 32) {
+      s->rows[j] = 0.0f;
     }
-    __syncwarp();  // the row is clear before other lanes add to it
-  }
-  const int64_t row_at = (q * Cp + i) * Cp;
-  const float* beta = p.records.beta + q * dims.C;
-  const bool live = i < place.num_tokens;
-  if (i < dims.C) {
-    lane_records<Word, kGram>(p, place, q, i, true, s_row);
-  }
-  if constexpr (kGram) {
-    store_gram_row(beta, live ? i : 0, Cp, s_row, p.scaled_a + row_at);
+    __syncwarp();  // the rows are clear before other lanes add to them
   }
   if (i < dims.C) {
-    lane_records<Word, kGram>(p, place, q, i, false, s_row);
+    token_records<kGram>(p, q, i, s);
   }
   if constexpr (kGram) {
-    store_gram_row(beta, live ? i + 1 : 0, Cp, s_row, p.records.qk + row_at);
+    const int64_t row_at = (q * Cp + i) * Cp;
+    const float* beta = p.records.beta + q * dims.C;
+    const bool live = i < place.num_tokens;
+    store_gram_row(beta, live ? i : 0, Cp, s->rows, p.scaled_a + row_at);
+    store_gram_row(beta, live ? i + 1 : 0, Cp, s->rows + kMaxChunk, p.records.qk + row_at);
   }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Gate gradients of a window, from the changes that the pull kernel leaves of every entry
+//! @file Gate gradients of the groups of a window that the pull kernel leaves: large ones, and
+//! those whose entries two of its blocks share. From the changes of every entry
 //! (sdm_bwd_pairs.cuh):
 //!
 //!     dg(owner) = sum of d_before over entries from it on + sum of d_after over earlier writes
@@ -7,7 +8,7 @@
 //!
 //! Writes count in sorted order, reads from the owner's token on. Sums are double, in an order that
 //! depends on the group alone: serial for small groups, by scans of 32 for the others.
-//! Bytes: 16 an entry of a group of two or more, 4 a write.
+//! Bytes: 16 a group, and of the groups left 32 an entry, 4 a write.
 #pragma once
 
 #include <cstdint>
@@ -17,40 +18,6 @@
 #include "sdm_kernels/sdm/cuda/sdm_bwd_pairs.cuh"
 
 namespace sdm::cuda::pairs {
-
-// One chunk as the gates kernel sees it, and one of its groups.
-struct GateGroup {
-  const int4* entry;
-  double2* changes;
-  float2* write_part;
-  int32_t C;
-  int begin, mid, end;
-  double d_decay;
-};
-
-// Serial, as the CPU does it. The sum over earlier writes goes down as the walk goes back, from
-// prefix sums put in place first.
-__device__ __forceinline__ void walk_gates(const GateGroup& s) {
-  double earlier = 0.0;
-  for (int w = s.begin; w < s.mid; ++w) {
-    const double own = s.changes[w].y;
-    s.changes[w].y = earlier;
-    earlier += own;
-  }
-  double later = 0.0;
-  int read = s.end - 1;
-  for (int w = s.mid - 1; w >= s.begin; --w) {
-    const int row = s.entry[w].x;
-    for (; read >= s.mid && s.entry[read].x - s.C >= (row & ~kOwnerBit); --read) {
-      later += s.changes[read].x;
-    }
-    const double2 change = s.changes[w];
-    later += change.x;
-    if ((row & kOwnerBit) != 0) {
-      s.write_part[w].y = static_cast<float>(later + change.y + s.d_decay);
-    }
-  }
-}
 
 // Inclusive sums over the lanes of a warp, lane 0 first.
 __device__ __forceinline__ double warp_scan(double x) {
@@ -64,7 +31,7 @@ __device__ __forceinline__ double warp_scan(double x) {
 }
 
 // The same by one warp, 32 entries a step: three scans, the first two in place.
-__device__ __forceinline__ void scan_gates(const GateGroup& s) {
+__device__ __forceinline__ void scan_gates(const GateGroup& s, float2* write_part) {
   const int lane = threadIdx.x % 32;
   double carry = 0.0;
   for (int tile = s.end - 1; tile >= s.mid; tile -= 32) {  // reads: sum from the entry on
@@ -92,20 +59,20 @@ __device__ __forceinline__ void scan_gates(const GateGroup& s) {
     const double2 change = w >= s.begin ? s.changes[w] : make_double2(0.0, 0.0);
     const double sum = carry + warp_scan(change.x);
     carry = __shfl_sync(0xffffffffu, sum, 31);
-    const int row = w >= s.begin ? s.entry[w].x : 0;
+    const int row = w >= s.begin ? s.row[w * s.row_stride] : 0;
     if ((row & kOwnerBit) != 0) {
       // the first read of this token or a later one
       int low = s.mid, high = s.end;
       while (low < high) {
         const int middle = low + (high - low) / 2;
-        if (s.entry[middle].x - s.C < (row & ~kOwnerBit)) {
+        if (s.row[middle * s.row_stride] - s.C < (row & ~kOwnerBit)) {
           low = middle + 1;
         } else {
           high = middle;
         }
       }
       const double reads = low < s.end ? s.changes[low].x : 0.0;
-      s.write_part[w].y = static_cast<float>(sum + reads + change.y + s.d_decay);
+      write_part[w].y = static_cast<float>(sum + reads + change.y + s.d_decay);
     }
   }
 }
@@ -120,26 +87,29 @@ __global__ void __launch_bounds__(kThreads) sdm_pairs_gates_kernel(const SdmBwdP
   const int64_t q = s_chunk.q;
   const int32_t g = s_chunk.first + static_cast<int32_t>(threadIdx.x);
   GateGroup own = {
-      p.records.entry + q * n,
+      &p.records.entry[q * n].x,
       p.changes + q * n,
-      p.write_part + q * n,
+      sizeof(int4) / sizeof(int32_t),
       static_cast<int32_t>(dims.C),
       0,
       0,
       0,
       0.0,
   };
+  float2* write_part = p.write_part + q * n;
   if (g < p.records.group_count[q].x) {
     const int4 group = p.records.group[q * n + g];
-    own.begin = group.y;
-    own.mid = group.y + group.z;
-    own.end = own.mid + group.w;
-    own.d_decay = static_cast<double>(p.records.group_decay[q * n + g]) *
-                  static_cast<double>(p.decay_sum[q * writes + g]);
+    if (gates_left(group.y, group.y + group.z + group.w)) {
+      own.begin = group.y;
+      own.mid = group.y + group.z;
+      own.end = own.mid + group.w;
+      own.d_decay = static_cast<double>(p.records.group_decay[q * n + g]) *
+                    static_cast<double>(p.decay_sum[q * writes + g]);
+    }
   }
   const int size = own.end - own.begin;
-  if (size > 1 && size <= kSmallGroup) {
-    walk_gates(own);
+  if (size > 0 && size <= kSmallGroup) {
+    walk_gates(own, [&](int w, float gate) { write_part[w].y = gate; });
   }
   unsigned large = __ballot_sync(0xffffffffu, size > kSmallGroup);
   while (large != 0) {
@@ -150,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) sdm_pairs_gates_kernel(const SdmBwdP
     theirs.mid = __shfl_sync(0xffffffffu, own.mid, lane);
     theirs.end = __shfl_sync(0xffffffffu, own.end, lane);
     theirs.d_decay = __shfl_sync(0xffffffffu, own.d_decay, lane);
-    scan_gates(theirs);
+    scan_gates(theirs, write_part);
   }
 }
 

@@ -19,12 +19,10 @@ struct PairsWorkspace {
   float* ge;
   float* ve_planes;  // partial sums, where the columns are split
   float* ge_planes;
-  int32_t* entry_group;
-  float* value;
-  float* row_sum;
   float* error_sum;
-  float* decay_sum;
+  float* result;
   float2* write_part;
+  float* decay_sum;
   double2* changes;
   size_t bytes;
 };
@@ -54,12 +52,10 @@ PairsWorkspace carve_workspace(const SdmDims& dims, const SdmWindow& window, voi
   carver.take(square, &w.ge);
   carver.take(planes, &w.ve_planes);
   carver.take(planes, &w.ge_planes);
-  carver.take(n, &w.entry_group);
-  carver.take(n, &w.value);
-  carver.take(n, &w.row_sum);
   carver.take(writes, &w.error_sum);
-  carver.take(writes, &w.decay_sum);
+  carver.take(n, &w.result);
   carver.take(n, &w.write_part);
+  carver.take(writes, &w.decay_sum);
   carver.take(n, &w.changes);
   w.bytes = static_cast<size_t>(carver.used());
   return w;
@@ -67,6 +63,31 @@ PairsWorkspace carve_workspace(const SdmDims& dims, const SdmWindow& window, voi
 
 bool aligned(const void* data, size_t bytes) {
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
+template <int kTerms, typename Dy>
+cudaError_t launch_dots_of(const SdmTokenDotsParams& p, int64_t blocks, cudaStream_t stream) {
+  constexpr int kBytes = kStages * static_cast<int>(sizeof(DotsStage<Dy>));
+  const auto kernel = &sdm_token_dots_kernel<kTerms, Dy>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  kernel<<<static_cast<unsigned>(blocks), kDotThreads, kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <int kTerms>
+cudaError_t launch_dots(const SdmTokenDotsParams& p, int64_t blocks, cudaStream_t stream) {
+  switch (p.d_out.dtype) {
+    case DType::kBf16:
+      return launch_dots_of<kTerms, __nv_bfloat16>(p, blocks, stream);
+    case DType::kF16:
+      return launch_dots_of<kTerms, __half>(p, blocks, stream);
+    default:
+      return launch_dots_of<kTerms, float>(p, blocks, stream);
+  }
 }
 
 cudaError_t launch_token_dots(
@@ -103,16 +124,12 @@ cudaError_t launch_token_dots(
   p.ve = dots.split ? w.ve_planes : w.ve;
   p.ge = dots.split ? w.ge_planes : w.ge;
   const int64_t blocks = num_q * p.tiles * (dots.split ? dots.segments : 1);
-  if (inputs.bank_dtype == DType::kF32) {
-    sdm_token_dots_kernel<3><<<static_cast<unsigned>(blocks), kDotThreads, 0, stream>>>(p);
-  } else {
-    sdm_token_dots_kernel<1><<<static_cast<unsigned>(blocks), kDotThreads, 0, stream>>>(p);
+  const cudaError_t launched = inputs.bank_dtype == DType::kF32 ? launch_dots<3>(p, blocks, stream)
+                                                                : launch_dots<1>(p, blocks, stream);
+  if (launched != cudaSuccess) {
+    return launched;
   }
   if (dots.split) {
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) {
-      return error;
-    }
     const unsigned rows = static_cast<unsigned>(num_q * dims.C);
     sdm_token_dots_sum_kernel<<<rows, 256, 0, stream>>>(p, w.ve, w.ge);
   }
@@ -153,12 +170,6 @@ cudaError_t launch_sdm_pairs(
   if (error != cudaSuccess) {
     return error;
   }
-  const size_t map_bytes = static_cast<size_t>(num_q * lanes) * sizeof(int32_t);
-  error = cudaMemsetAsync(w.entry_group, 0xff, map_bytes, stream);  // -1: no entry
-  if (error != cudaSuccess) {
-    return error;
-  }
-
   SdmBwdPairsParams p = {};
   p.dims = dims;
   p.tokens = inputs.tokens;
@@ -172,18 +183,16 @@ cudaError_t launch_sdm_pairs(
   p.d_g = grads.d_g;
   p.ve = w.ve;
   p.ge = w.ge;
-  p.entry_group = w.entry_group;
-  p.value = w.value;
-  p.row_sum = w.row_sum;
   p.error_sum = w.error_sum;
-  p.decay_sum = w.decay_sum;
+  p.result = w.result;
   p.write_part = w.write_part;
+  p.decay_sum = w.decay_sum;
   p.changes = w.changes;
   const auto launch = [&](void (*kernel)(SdmBwdPairsParams), unsigned blocks) {
     kernel<<<blocks, kThreads, 0, stream>>>(p);
     return cudaGetLastError();
   };
-  error = launch(sdm_pairs_sum_kernel, grid_of(num_q, lanes, kThreads));
+  error = launch(sdm_pairs_sum_kernel, grid_of(num_q, dims.C * dims.W, kThreads));
   if (error == cudaSuccess) {
     error = launch(sdm_pairs_pull_kernel, grid_of(num_q, lanes, kThreads));
   }

@@ -50,7 +50,7 @@ cudaError_t make_plan(
   const int64_t tiles = ceil_div(n, cuda::kTile);
   const int64_t Cp = round_up(dims.C, 16);
   if (dims.C < 1 || dims.C > cuda::kMaxChunk || dims.S < 1 || dims.S > INT32_MAX || n < 0 ||
-      n > cuda::kMaxLanes || num_q < 0 || num_q > INT32_MAX || num_q * tiles > INT32_MAX ||
+      n > kMaxLanes || num_q < 0 || num_q > INT32_MAX || num_q * tiles > INT32_MAX ||
       num_q * (Cp / cuda::kGramWarps) > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
@@ -67,8 +67,7 @@ cudaError_t make_plan(
   plan->passes = static_cast<int>(ceil_div(slot_bits, 8));
   p.digit_bits = static_cast<int32_t>(ceil_div(slot_bits, plan->passes));
   const int lane_bits = std::max(1, bits_of(n - 1));
-  // a link of 32 bits holds a place and a number of writes, and neither is all ones
-  plan->wide = slot_bits + lane_bits > 32 || dims.C * dims.W >= 65535 || n > 65536;
+  plan->wide = slot_bits + lane_bits > 32;
   p.lane_bits = plan->wide ? 32 : lane_bits;
 
   DeviceCarver carver(workspace);
@@ -76,12 +75,14 @@ cudaError_t make_plan(
   carver.take(num_q * dims.C * dims.W, &r.write_post);
   carver.take(count, &r.position);
   carver.take(count, &r.entry);
-  carver.take(count, &r.log_decay);
+  carver.take(count, &r.pair);
+  carver.take(count, &r.entry_group);
   carver.take(count, &r.group);
   carver.take(count, &r.group_decay);
   carver.take(count, &r.head_post);
   carver.take(count, &r.head_weight);
   carver.take(num_q, &r.group_count);
+  carver.take(num_q, &r.entry_count);
   carver.take(num_q * dims.C, &r.beta);
   carver.take(cells, &r.inverse);
   carver.take(cells, &r.qk);
@@ -96,13 +97,12 @@ cudaError_t make_plan(
   };
   p.words[0] = take_words();
   p.words[1] = take_words();
-  p.link = take_words();
+  p.passes = plan->passes;
   p.sorted = p.words[(plan->passes + 1) % 2];
   carver.take(num_q * p.sort_tiles * cuda::kDigits, &p.digits);
-  carver.take(num_q, &p.num_entries);
   carver.take(num_q * tiles, &p.tile_state);
   carver.take(count, &p.local_log);
-  carver.take(gram ? count : 0, &p.pair);
+  carver.take(count, &p.slots);
   carver.take(cells, &p.scaled_a);
   plan->bytes = static_cast<size_t>(carver.used());
   return cudaSuccess;
@@ -127,16 +127,29 @@ cudaError_t launch_entries(Plan* plan, cudaStream_t stream) {
   cuda::sdm_entries_kernel<Word><<<blocks, cuda::kThreads, 0, stream>>>(p);
   const unsigned rows = static_cast<unsigned>(p.records.num_q * (p.records.Cp / cuda::kGramWarps));
   if (p.gram) {
-    cuda::sdm_gram_kernel<Word, true><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
+    cuda::sdm_gram_kernel<true><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
   } else {
-    cuda::sdm_gram_kernel<Word, false><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
+    cuda::sdm_gram_kernel<false><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }
 
 cudaError_t launch_sdm_solve(const SdmPhase1Params& p, cudaStream_t stream) {
   const int64_t blocks = p.records.num_q * ceil_div(p.records.Cp, cuda::kPanel);
-  cuda::sdm_solve_kernel<<<static_cast<unsigned>(blocks), cuda::kSolveWarps * 32, 0, stream>>>(p);
+  const int64_t smem = cuda::solve_smem(p.records.Cp);
+  if (smem > 48 * 1024) {  // beyond what needs no permission
+    const cudaError_t error = cudaFuncSetAttribute(
+        &cuda::sdm_solve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)
+    );
+    if (error != cudaSuccess) {
+      return error;
+    }
+  }
+  cuda::sdm_solve_kernel<<<
+      static_cast<unsigned>(blocks),
+      cuda::kSolveWarps * 32,
+      static_cast<size_t>(smem),
+      stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -35,7 +35,7 @@ namespace sdm {
 // Builds the records of a window. They lie in `workspace` (256-byte aligned), whose first
 // *records_bytes bytes they take: the rest is free again once the launches have run.
 //
-// What consumers may rely on: entries, groups and log_decay are written up to the counts of the
+// What consumers may rely on: entries, pairs and groups are written up to the counts of the
 // chunk; lane and position for all n lanes; beta is 0 from the chunk's number of tokens on; rows
 // and columns of inverse and qk are zero from there on, the diagonal of inverse included.
 // group_count is {0, 0} where there is no chunk. Errors: cudaErrorInvalidValue when C > 256 or a

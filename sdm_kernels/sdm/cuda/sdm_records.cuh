@@ -16,6 +16,15 @@
 
 namespace sdm {
 
+// What a pair of entries needs of the earlier one, and of its own.
+struct alignas(16) SdmPair {
+  float value;       // k or q
+  uint32_t info;     // token, and above kPairTokenBits the distance back to the group's first entry
+  double log_decay;  // sum of the group's gates up to the entry
+};
+
+constexpr int kPairTokenBits = 8;
+
 // Arrays are indexed [q][...]; see sdm_entries-inl.h for the quantities.
 struct SdmRecords {
   int64_t num_q;  // N * Kw * H
@@ -25,23 +34,30 @@ struct SdmRecords {
   int2* write_post;   // [q][C * W] {slot or -1, post bits}: the writes again, for the gradient's
                       // gather
   int32_t* position;  // [q][n] of a lane: its place among the sorted entries, -1 if it has none
-  int4* entry;        // [q][n] sorted {row, weight bits, post bits, lane}
+  int4* entry;        // [q][n] sorted {row, weight bits, post bits, lane | pairs << kPairsBit}
                       // row = token of a write, C + token of a read; bit 30 set: owner of its gate
                       // post = k * exp(total - log_decay) * beta (writes; 0 for reads)
-  double* log_decay;  // [q][n] sorted: sum of the group's gates up to the entry
+                      // pairs: earlier writes that pair with it, kManyPairs for so many and more
+  SdmPair* pair;      // [q][n] sorted
+  int32_t* entry_group;  // [q][n] sorted: number of the entry's group
   int4* group;  // [q][n] {slot, first entry, writes, reads}: groups with writes in ascending slot
                 // order, then those without
   float* group_decay;  // [q][n] exp of the sum of all gates of the group (1 without writes)
   int4* head_post;  // [q][n] by group {row, post bits} of its first and second entry, so that most
-  int4* head_weight;  //        groups need no look at `entry`; likewise {row, weight bits}
-  int2* group_count;  // [q] {groups with writes, all groups}
-  float* beta;        // [q][C]
+  int4* head_weight;     //        groups need no look at `entry`; likewise {row, weight bits}
+  int2* group_count;     // [q] {groups with writes, all groups}
+  int32_t* entry_count;  // [q] sorted entries
+  float* beta;           // [q][C]
   float*
       inverse;  // [q][Cp][Cp] (I + A diag(beta))^-1, lower triangular, zero beyond the last token
   float* qk;    // [q][Cp][Cp] QK[i,j] * beta[j], lower triangular, zero elsewhere
 };
 
 constexpr int32_t kOwnerBit = 1 << 30;
+constexpr int kPairsBit = 24;
+constexpr int kManyPairs = 127;
+constexpr int kMaxLanes = 1 << kPairsBit;  // of a chunk
+constexpr int32_t kLaneMask = kMaxLanes - 1;
 
 // In the first row of a head_post: the group has a second write, more than two writes. In the first
 // row of a head_weight: a second entry, more than two.

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   if (!find_chunk(p.in.dims, p.in.sequences, p.window, at.q, &place)) {
     return;
   }
-  const int32_t end = p.num_entries[at.q];
+  const int32_t end = p.records.entry_count[at.q];
   const int32_t base = at.tile * kTile;
   if (base >= end) {
     return;

@@ -6,9 +6,10 @@
 //!     X[I, panel] = (I + L[I, I])^-1 (E[I, panel] - sum over K < I of L[I, K] X[K, panel])
 //!
 //! with L = A diag(beta). Panels of 32 columns are independent: a block of four warps owns one and
-//! keeps its rows of X in shared memory, so that a few chunks still fill the device. The warps deal
-//! the K of the sum among themselves, 4 x 4 sums a thread; the first warp adds the four partial
-//! sums in order and substitutes, one column a lane.
+//! keeps its rows of X in shared memory, so that a few chunks still fill the device. The rows of L
+//! of a step are copied while the step before runs. The warps deal the K of the sum among
+//! themselves, 4 x 4 sums a thread; the first warp adds the four partial sums in order and
+//! substitutes, one column a lane.
 //!
 //! Rows and columns from the chunk's number of tokens on are zero, the diagonal included.
 //! C^3 / 6 multiply-adds a chunk; about C^3 / 24 bytes of L from L2, 4 Cp^2 bytes out.
@@ -16,6 +17,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "sdm_kernels/cuda/async_copy.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_sort.cuh"
 
 namespace sdm::cuda {
@@ -24,29 +26,52 @@ constexpr int kPanel = 32;
 constexpr int kRows = 16;  // divides Cp
 constexpr int kSolveWarps = 4;
 
+// In floats: rows of 32 lanes' worth of banks and four more.
+__host__ __device__ constexpr int32_t solve_stride(int32_t Cp) {
+  return (Cp + 31) / 32 * 32 + 4;
+}
+
+// Two stages of rows of L, X from the panel's first row on, partial sums.
+__host__ __device__ constexpr int64_t solve_smem(int32_t Cp) {
+  return (2 * kRows * solve_stride(Cp) + Cp * kPanel + kSolveWarps * kRows * kPanel) *
+         static_cast<int64_t>(sizeof(float));
+}
+
 struct SolveStorage {
-  alignas(16) float x[kMaxChunk][kPanel];  // rows from the panel's first column on
-  alignas(16) float partial[kSolveWarps][kRows][kPanel];
-  alignas(16) float diagonal[kRows][kRows];
+  float* l;        // [2][kRows][solve_stride] from the panel's first column on
+  float* x;        // [][kPanel]
+  float* partial;  // [kSolveWarps][kRows][kPanel]
 };
 
-// partial[warp] = this warp's share of the sum over K of L[row0.., K] X[K, panel].
+// Starts the copy of L[row0 .. row0 + kRows, first .. row0 + kRows].
+__device__ __forceinline__ void start_rows(
+    const float* L, int32_t Cp, int32_t first, int32_t row0, float* to
+) {
+  const int row = static_cast<int>(threadIdx.x) / 8, lane = static_cast<int>(threadIdx.x) % 8;
+  const float* from = L + (row0 + row) * Cp + first;
+  for (int32_t k = lane * 4; k < row0 + kRows - first; k += 32) {
+    start_copy<16>(to + row * solve_stride(Cp) + k, from + k);
+  }
+}
+
+// partial[warp] = this warp's share of the sum over K of L[row0.., K] X[K, panel]. `count`: rows of
+// X so far.
 __device__ __forceinline__ void solve_partial(
-    const float* L, int32_t Cp, int32_t first, int32_t row0, SolveStorage* s
+    const SolveStorage& s, const float* l_rows, int32_t stride, int32_t count
 ) {
   const int warp = static_cast<int>(threadIdx.x / 32);
-  const int row = static_cast<int>(threadIdx.x % 32) / 8 * 4;
+  const int row = static_cast<int>(threadIdx.x % 32) / 8;  // and every fourth from it on
   const int column = static_cast<int>(threadIdx.x % 8) * 4;
   float acc[4][4] = {};
-  for (int32_t k0 = first + warp * kRows; k0 < row0; k0 += kSolveWarps * kRows) {
+  for (int32_t k0 = warp * kRows; k0 < count; k0 += kSolveWarps * kRows) {
 #pragma unroll
     for (int kk = 0; kk < kRows; kk += 4) {
       float4 l[4];
       float4 x[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        l[r] = *reinterpret_cast<const float4*>(L + (row0 + row + r) * Cp + k0 + kk);
-        x[r] = *reinterpret_cast<const float4*>(&s->x[k0 - first + kk + r][column]);
+        l[r] = *reinterpret_cast<const float4*>(l_rows + (row + 4 * r) * stride + k0 + kk);
+        x[r] = *reinterpret_cast<const float4*>(s.x + (k0 + kk + r) * kPanel + column);
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
@@ -63,7 +88,7 @@ __device__ __forceinline__ void solve_partial(
   }
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    *reinterpret_cast<float4*>(&s->partial[warp][row + r][column]) =
+    *reinterpret_cast<float4*>(s.partial + (warp * kRows + row + 4 * r) * kPanel + column) =
         make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
   }
 }
@@ -72,20 +97,30 @@ __device__ __forceinline__ void solve_partial(
 __global__ void __launch_bounds__(kSolveWarps * 32) sdm_solve_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
-  __shared__ SolveStorage s;
+  extern __shared__ __align__(16) float solve_memory[];
   const int32_t Cp = p.records.Cp;
-  const int32_t panels = (Cp + kPanel - 1) / kPanel;
-  const int64_t q = blockIdx.x / panels;
-  const int32_t first = static_cast<int32_t>(blockIdx.x % panels) * kPanel;
+  const int32_t stride = solve_stride(Cp);
+  // the first panels, which have most rows, come first
+  const int64_t q = blockIdx.x % p.records.num_q;
+  const int32_t first = static_cast<int32_t>(blockIdx.x / p.records.num_q) * kPanel;
   ChunkPlace place;
   if (!find_chunk(p.in.dims, p.in.sequences, p.window, q, &place)) {
     return;
   }
+  const SolveStorage s{
+      solve_memory,
+      solve_memory + 2 * kRows * stride,
+      solve_memory + 2 * kRows * stride + Cp * kPanel
+  };
   const float* L = p.scaled_a + q * Cp * Cp;
   float* out = p.records.inverse + q * Cp * Cp + first;
   const int32_t width = min(kPanel, Cp - first);
   const int32_t num_tokens = static_cast<int32_t>(place.num_tokens);
   const int32_t end = (num_tokens + kRows - 1) / kRows * kRows;  // rows that hold anything
+  if (first < end) {
+    start_rows(L, Cp, first, first, s.l);
+  }
+  close_copies();
 
   const int tid = static_cast<int>(threadIdx.x);
   const int column = tid % kPanel;
@@ -94,37 +129,46 @@ __global__ void __launch_bounds__(kSolveWarps * 32) sdm_solve_kernel(
       out[static_cast<int64_t>(row) * Cp + column] = 0.0f;
     }
   }
+  int stage = 0;
   for (int32_t row0 = first; row0 < end; row0 += kRows) {
-    solve_partial(L, Cp, first, row0, &s);
-    if (tid < kRows * kRows / 4) {
-      const int r = tid / 4;
-      const int c = tid % 4 * 4;
-      *reinterpret_cast<float4*>(&s.diagonal[r][c]) =
-          *reinterpret_cast<const float4*>(L + (row0 + r) * Cp + row0 + c);
+    const float* l_rows = s.l + stage * kRows * stride;
+    stage ^= 1;
+    wait_for_copies<0>();
+    __syncthreads();  // the rows of L are there, and the last ones of X; nobody reads older ones
+    if (row0 + kRows < end) {
+      start_rows(L, Cp, first, row0 + kRows, s.l + stage * kRows * stride);
     }
-    __syncthreads();  // the first warp waits for all partial sums and the diagonal block
+    close_copies();
+    solve_partial(s, l_rows, stride, row0 - first);
+    __syncthreads();  // the first warp waits for all partial sums
     if (tid < kPanel) {
+      const float* diagonal = l_rows + (row0 - first);
       float x[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const bool one = row0 + r == first + column && first + column < num_tokens;
-        float sum = s.partial[0][r][column];
+        float sum = s.partial[r * kPanel + column];
 #pragma unroll
         for (int w = 1; w < kSolveWarps; ++w) {
-          sum += s.partial[w][r][column];
+          sum += s.partial[(w * kRows + r) * kPanel + column];
         }
         x[r] = (one ? 1.0f : 0.0f) - sum;
+      }
 #pragma unroll
-        for (int k = 0; k < r; ++k) {
-          x[r] = fmaf(-s.diagonal[r][k], x[k], x[r]);
+      for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+        for (int r = k + 1; r < kRows; ++r) {
+          x[r] = fmaf(-diagonal[r * stride + k], x[k], x[r]);
         }
-        s.x[row0 - first + r][column] = x[r];
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        s.x[(row0 - first + r) * kPanel + column] = x[r];
         if (column < width) {
           out[static_cast<int64_t>(row0 + r) * Cp + column] = x[r];
         }
       }
     }
-    __syncthreads();  // all warps wait for the new rows of X, the first for its sums to be reused
   }
 }
 

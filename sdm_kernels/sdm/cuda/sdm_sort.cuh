@@ -4,14 +4,15 @@
 //!
 //! A word holds slot << lane_bits | lane: 32 bits when both fit, as they usually do, else 64. Lanes
 //! without an entry get none. A stable radix sort of each chunk by itself, at most 8 bits of the
-//! slot a pass, leaves [q][0, num_entries) sorted by (slot, lane). As write lanes precede read
+//! slot a pass, leaves [q][0, entry_count) sorted by (slot, lane). As write lanes precede read
 //! lanes and both run by token, a group comes out as the specification wants it: writes first, each
 //! kind in token order.
 //!
 //! A pass counts the digits of every tile of kSortTile words, then places them: a block knows its
 //! places from the counts of all tiles of its chunk, ranks its words in warps, and writes them
-//! through shared memory, so that words of one digit leave together. The first pass makes the words
-//! from the ids. Bytes a lane: 8 or 16 of the id in and a word out, then two words a pass.
+//! through shared memory, so that words of one digit leave together. The first pass makes slots of
+//! the ids, and of these the words; the last one tells every lane its place. Bytes a lane: 4 or 8
+//! of the id in, 8 out, then three words a pass.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,9 +28,8 @@ constexpr int kTile = 2048;  // sorted entries of a block
 constexpr int kTileRows = kTile / 32;
 constexpr int kSortItems = 16;  // words of a thread
 constexpr int kSortTile = kThreads * kSortItems;
-constexpr int kDigits = 256;        // of 8 bits
-constexpr int kMaxChunk = 256;      // rows in shared memory of gram and solve
-constexpr int kMaxLanes = 1 << 24;  // of a chunk
+constexpr int kDigits = 256;    // of 8 bits
+constexpr int kMaxChunk = 256;  // rows in shared memory of gram and solve
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Division of numbers below 2^31 by a fixed one.
@@ -62,15 +62,6 @@ struct SdmTileState {
   int32_t last_writes;  // 1: the last head is a write
 };
 
-// What a pair of entries needs of the earlier one, and of its own.
-struct alignas(16) SdmPair {
-  float value;    // k or q
-  uint32_t info;  // token, and above kPairTokenBits the distance back to the group's first entry
-  double log_decay;
-};
-
-constexpr int kPairTokenBits = 8;
-
 // Arguments of all kernels of phase 1.
 struct SdmPhase1Params {
   SdmCudaInputs in;
@@ -80,23 +71,17 @@ struct SdmPhase1Params {
   FastDivide by_writes, by_reads;
   int32_t lane_bits;
   int32_t digit_bits;
-  int32_t pass;          // of the sort
-  int32_t sort_tiles;    // ceil(n / kSortTile)
-  int32_t tiles;         // ceil(n / kTile)
-  void* words[2];        // [q][n]; a pass goes from one to the other
-  const void* sorted;    // [q][n] after the last pass
-  uint32_t* digits;      // [q][sort_tiles][kDigits]
-  int32_t* num_entries;  // [q]
-  void* link;            // [q][n] by lane: place among the sorted entries, and above kLinkBits the
-                         // number of earlier writes that pair with it; all ones: no entry
+  int32_t pass, passes;      // of the sort
+  int32_t sort_tiles;        // ceil(n / kSortTile)
+  int32_t tiles;             // ceil(n / kTile)
+  void* words[2];            // [q][n]; a pass goes from one to the other
+  const void* sorted;        // [q][n] after the last pass
+  uint32_t* digits;          // [q][sort_tiles][kDigits]
+  int32_t* slots;            // [q][n] by lane, -1: no entry
   SdmTileState* tile_state;  // [q][tiles]
   double* local_log;         // [q][n] sorted: sum of the group's gates up to the entry, in its tile
-  SdmPair* pair;             // [q][n] sorted
   float* scaled_a;           // [q][Cp][Cp] A[i,j] * beta[j], strictly lower, zero elsewhere
 };
-
-template <typename Word>
-constexpr int kLinkBits = 4 * static_cast<int>(sizeof(Word));
 
 // Element 0 of token i of the chunk.
 template <typename View>
@@ -188,55 +173,72 @@ __device__ __forceinline__ TilePlace tile_place(int32_t tiles) {
   };
 }
 
-// The words of a thread: item i of warp w is number tile + (w * kSortItems + i) * 32 + lane.
-// `used`: bit i is set where there is one. kFirst: from the ids, with lanes without an entry
-// marked.
-template <typename Word, bool kFirst>
-__device__ __forceinline__ unsigned load_words(
+// The first lane, or sorted entry, of a thread: item i of warp w is number
+// tile + (w * kSortItems + i) * 32 + lane.
+__device__ __forceinline__ int32_t first_item(const TilePlace& at) {
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
+  return at.tile * kSortTile + warp * kSortItems * 32 + static_cast<int32_t>(threadIdx.x % 32);
+}
+
+// Slots of the lanes of a thread from the ids, -1 for a lane without an entry.
+__device__ __forceinline__ void load_slots(
     const SdmPhase1Params& p,
     const ChunkPlace& place,
     const TilePlace& at,
-    Word (&words)[kSortItems]
+    int32_t (&slots)[kSortItems]
 ) {
-  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
-  const int32_t first =
-      at.tile * kSortTile + warp * kSortItems * 32 + static_cast<int32_t>(threadIdx.x % 32);
-  const int32_t n = p.records.n;
-  unsigned used = 0;
-  if constexpr (kFirst) {
-    RawId ids[kSortItems];
+  const int32_t first = first_item(at), n = p.records.n;
+  RawId ids[kSortItems];
 #pragma unroll
-    for (int item = 0; item < kSortItems; ++item) {
-      const int32_t lane = first + item * 32;
-      ids[item] = {~0u, ~0u};
-      if (lane < n) {
-        const LaneId id = split_lane(p, lane);
-        const IndexView& view = id.write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
-        const int high = high_half(view);
-        if (id.token < place.num_tokens) {
-          const int64_t offset = token_offset(view, place, id.token) + id.a * view.stride[3];
-          ids[item] = load_id(element_at(view, offset, 4 + high), high);
-        }
+  for (int item = 0; item < kSortItems; ++item) {
+    const int32_t lane = first + item * 32;
+    ids[item] = {~0u, ~0u};
+    if (lane < n) {
+      const LaneId id = split_lane(p, lane);
+      const IndexView& view = id.write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
+      const int high = high_half(view);
+      if (id.token < place.num_tokens) {
+        const int64_t offset = token_offset(view, place, id.token) + id.a * view.stride[3];
+        ids[item] = load_id(element_at(view, offset, 4 + high), high);
       }
     }
+  }
+#pragma unroll
+  for (int item = 0; item < kSortItems; ++item) {
+    const bool write = first + item * 32 < p.in.dims.C * p.in.dims.W;
+    const IndexView& view = write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
+    slots[item] = id_below(ids[item], high_half(view), static_cast<int>(p.in.dims.S));
+  }
+}
+
+// The words of a thread. `used`: bit i is set where there is one. kFirst: made from the slots that
+// the count kernel left.
+template <typename Word, bool kFirst>
+__device__ __forceinline__ unsigned load_words(
+    const SdmPhase1Params& p, const TilePlace& at, Word (&words)[kSortItems]
+) {
+  const int32_t first = first_item(at);
+  const int64_t own = at.q * p.records.n + first;
+  const int32_t rest = (kFirst ? p.records.n : p.records.entry_count[at.q]) - first;
+  unsigned used = 0;
+  if constexpr (kFirst) {
+    const int32_t* from = p.slots + own;
 #pragma unroll
     for (int item = 0; item < kSortItems; ++item) {
-      const int32_t lane = first + item * 32;
-      const bool write = lane < p.in.dims.C * p.in.dims.W;
-      const IndexView& view = write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
-      const int slot = id_below(ids[item], high_half(view), static_cast<int>(p.in.dims.S));
-      words[item] = static_cast<Word>(slot) << p.lane_bits | static_cast<Word>(lane);
-      used |= slot >= 0 ? 1u << item : 0u;
+      words[item] = static_cast<Word>(item * 32 < rest ? from[item * 32] : -1);
+    }
+#pragma unroll
+    for (int item = 0; item < kSortItems; ++item) {
+      used |= static_cast<int32_t>(words[item]) >= 0 ? 1u << item : 0u;
+      words[item] = words[item] << p.lane_bits | static_cast<Word>(first + item * 32);
     }
   } else {
-    const int32_t end = p.num_entries[at.q];
-    const Word* from = static_cast<const Word*>(p.words[(p.pass + 1) % 2]) + at.q * n;
+    const Word* from = static_cast<const Word*>(p.words[(p.pass + 1) % 2]) + own;
 #pragma unroll
     for (int item = 0; item < kSortItems; ++item) {
-      const int32_t e = first + item * 32;
       words[item] = 0;
-      if (e < end) {
-        words[item] = from[e];
+      if (item * 32 < rest) {
+        words[item] = from[item * 32];
         used |= 1u << item;
       }
     }
@@ -270,12 +272,31 @@ __global__ void __launch_bounds__(kThreads) sdm_sort_count_kernel(
   }
   s_digits[threadIdx.x] = 0;
   __syncthreads();  // the counts are zero before anyone adds
-  Word words[kSortItems];
-  const unsigned used = load_words<Word, kFirst>(p, place, at, words);
+  if constexpr (kFirst) {
+    int32_t slots[kSortItems];
+    load_slots(p, place, at, slots);
+    const int32_t first = first_item(at);
+    const int64_t own = at.q * p.records.n + first;
 #pragma unroll
-  for (int item = 0; item < kSortItems; ++item) {
-    if (used >> item & 1u) {
-      atomicAdd(&s_digits[digit_of(p, words[item])], 1u);
+    for (int item = 0; item < kSortItems; ++item) {
+      if (slots[item] >= 0) {
+        atomicAdd(&s_digits[slots[item] & ((1 << p.digit_bits) - 1)], 1u);
+      }
+      if (first + item * 32 < p.records.n) {
+        p.slots[own + item * 32] = slots[item];
+        if (slots[item] < 0) {
+          p.records.position[own + item * 32] = -1;
+        }
+      }
+    }
+  } else {
+    Word words[kSortItems];
+    const unsigned used = load_words<Word, false>(p, at, words);
+#pragma unroll
+    for (int item = 0; item < kSortItems; ++item) {
+      if (used >> item & 1u) {
+        atomicAdd(&s_digits[digit_of(p, words[item])], 1u);
+      }
     }
   }
   __syncthreads();  // the counts are complete
@@ -330,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Word) == 4 ? 4 : 2) sdm_sort_
     s.ranks[w][thread] = 0;
   }
   Word words[kSortItems];
-  const unsigned used = load_words<Word, kFirst>(p, place, at, words);
+  const unsigned used = load_words<Word, kFirst>(p, at, words);
   // words of this thread's digit in the tiles before, in all tiles
   uint32_t before = 0, all = 0;
   const uint32_t* digits = p.digits + at.q * p.sort_tiles * kDigits + thread;
@@ -342,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Word) == 4 ? 4 : 2) sdm_sort_
   }
   const uint32_t digit_base = block_sum_before(all, s.warps);
   if (kFirst && at.tile == 0 && thread == kThreads - 1) {
-    p.num_entries[at.q] = static_cast<int32_t>(digit_base + all);
+    p.records.entry_count[at.q] = static_cast<int32_t>(digit_base + all);
   }
 
   unsigned short ranks[kSortItems];
@@ -388,22 +409,18 @@ __global__ void __launch_bounds__(kThreads, sizeof(Word) == 4 ? 4 : 2) sdm_sort_
       s.words[s.ranks[warp][digit_of(p, words[item])] + ranks[item]] = words[item];
     }
   }
-  if constexpr (kFirst) {
-    Word* link = static_cast<Word*>(p.link) + at.q * n;
-#pragma unroll
-    for (int item = 0; item < kSortItems; ++item) {
-      const int32_t number = at.tile * kSortTile + static_cast<int32_t>(warp) * kSortItems * 32 +
-                             item * 32 + static_cast<int32_t>(lane);
-      if (number < n && !(used >> item & 1u)) {
-        link[number] = ~Word{0};
-      }
-    }
-  }
   __syncthreads();  // the tile is sorted
   Word* to = static_cast<Word*>(p.words[p.pass % 2]) + at.q * n;
+  int32_t* position = p.records.position + at.q * n;
+  const bool last = p.pass + 1 == p.passes;
   for (uint32_t i = thread; i < s.count; i += kThreads) {
     const Word word = s.words[i];
-    to[s.first[digit_of(p, word)] + i] = word;
+    const uint32_t place_of_word = s.first[digit_of(p, word)] + i;
+    to[place_of_word] = word;
+    // while little else is written, so that whole sectors leave L2
+    if (last) {
+      position[lane_of(p, word)] = static_cast<int32_t>(place_of_word);
+    }
   }
 }
 

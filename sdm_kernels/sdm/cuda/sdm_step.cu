@@ -189,9 +189,8 @@ cudaError_t launch_sdm_step(const SdmCudaFwdParams& params, cudaStream_t stream)
       return blocks < 0.75 ? launch<S, StepRows, true, 4, 1, 4, false>(params, stream)
                            : launch<S, StepRows, true, 8, 1, 4, false>(params, stream);
     }
-    return blocks < 0.75  ? launch<S, StepRows, true, 4, 1, 2, false>(params, stream)
-           : blocks < 3.0 ? launch<S, StepRows, true, 8, 1, 2, false>(params, stream)
-                          : launch<S, StepRows, true, 8, 4, 2, false>(params, stream);
+    return blocks < 3.0 ? launch<S, StepRows, true, 8, 2, 2, false>(params, stream)
+                        : launch<S, StepRows, true, 16, 4, 2, false>(params, stream);
   });
 }
 

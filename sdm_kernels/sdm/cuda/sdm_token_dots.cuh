@@ -4,8 +4,8 @@
 //!
 //! One block of 8 warps makes one 64 x 64 tile of both matrices, lower tiles only: warps 0-3 VE,
 //! warps 4-7 GE, 32 x 32 each, on tensor cores with one tf32 term for 16-bit banks and three for
-//! float banks. Columns are staged 16 at a time, two stages deep, the next stage's loads in flight
-//! during the products of the current one.
+//! float banks. Columns are staged as they lie in memory, 32 at a time, two stages in flight during
+//! the products of a third.
 //!
 //! Order of sums: D is cut into at most kMaxSegments segments, a function of D alone; every segment
 //! is summed by itself and the segments are added in order. With few tiles each segment gets its
@@ -23,14 +23,16 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "sdm_kernels/cuda/async_copy.cuh"
 #include "sdm_kernels/cuda/mma.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_records.cuh"
 
 namespace sdm::cuda::pairs {
 
-constexpr int kTile = 64;       // tokens a side
-constexpr int kDepth = 16;      // columns a stage
-constexpr int kRowFloats = 20;  // 4 floats pad: the 8 rows of a fragment lie in different banks
+constexpr int kTile = 64;   // tokens a side
+constexpr int kDepth = 32;  // columns a stage
+constexpr int kStages = 3;
+constexpr int kRowFloats = kDepth + 4;  // the 8 rows of a fragment lie in different banks
 constexpr int kDotThreads = 256;
 constexpr int64_t kMinSegment = 256;  // columns; shorter sums are not worth a block
 constexpr int64_t kMaxSegments = 8;   // bounds the memory of the partial sums
@@ -76,65 +78,47 @@ __device__ __forceinline__ float load_element(const void* data, DType dtype, int
   }
 }
 
-// Elements at .. at + 3 of a row of which `left` remain; zero past its end.
-__device__ __forceinline__ float4
-load_four(const void* data, DType dtype, int64_t at, int64_t left, bool vector) {
-  float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (vector && left >= 4) {
-    if (dtype == DType::kF32) {
-      return *reinterpret_cast<const float4*>(static_cast<const float*>(data) + at);
-    }
-    const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + at);
-    if (dtype == DType::kBf16) {
-      x = make_float4(
-          __uint_as_float(bits.x << 16),
-          __uint_as_float(bits.x & 0xffff0000u),
-          __uint_as_float(bits.y << 16),
-          __uint_as_float(bits.y & 0xffff0000u)
-      );
-    } else {
-      x = make_float4(
-          __half2float(__ushort_as_half(static_cast<unsigned short>(bits.x & 0xffffu))),
-          __half2float(__ushort_as_half(static_cast<unsigned short>(bits.x >> 16))),
-          __half2float(__ushort_as_half(static_cast<unsigned short>(bits.y & 0xffffu))),
-          __half2float(__ushort_as_half(static_cast<unsigned short>(bits.y >> 16)))
-      );
-    }
-    return x;
-  }
-  x.x = left > 0 ? load_element(data, dtype, at) : 0.0f;
-  x.y = left > 1 ? load_element(data, dtype, at + 1) : 0.0f;
-  x.z = left > 2 ? load_element(data, dtype, at + 2) : 0.0f;
-  x.w = left > 3 ? load_element(data, dtype, at + 3) : 0.0f;
+__device__ __forceinline__ float float_of(float x) {
   return x;
 }
 
-// One row of one operand, as the thread that stages four of its columns sees it.
-struct StagedRow {
-  const void* data;
-  DType dtype;
-  int64_t at;  // of the row's first column
-  int64_t D;   // 0 for a token that does not exist
-  bool vector;
+__device__ __forceinline__ float float_of(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
 
-  __device__ __forceinline__ float4 load(int64_t column) const {
-    return load_four(data, dtype, at + column, D - column, vector);
+__device__ __forceinline__ float float_of(__half x) {
+  return __half2float(x);
+}
+
+// One row of one operand, as a thread that stages some of its columns sees it.
+template <typename T>
+struct StagedRow {
+  const T* data;
+  int64_t D;    // 0 for a token that does not exist
+  bool vector;  // four elements at a time
+
+  // Starts the copy of four columns, zeroes past the row's end.
+  __device__ __forceinline__ void start(T* to, int64_t column) const {
+    if (vector) {
+      start_copy<4 * sizeof(T)>(to, data + column, column < D);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      to[i] = column + i < D ? data[column + i] : T(0.0f);
+    }
   }
 };
 
-// 16-bit banks: the stage holds values already rounded to tf32.
-template <int kTerms>
-__device__ __forceinline__ void store_four(float* s_row, float4 x) {
-  if constexpr (kTerms == 1) {
-    x.x = __uint_as_float(to_tf32(x.x));
-    x.y = __uint_as_float(to_tf32(x.y));
-    x.z = __uint_as_float(to_tf32(x.z));
-    x.w = __uint_as_float(to_tf32(x.w));
-  }
-  *reinterpret_cast<float4*>(s_row) = x;
-}
+// Rows of a stage: dv and e in float, dy as it is.
+template <typename Dy>
+struct DotsStage {
+  alignas(16) float dv[kTile][kRowFloats];
+  alignas(16) float e[kTile][kRowFloats];
+  alignas(16) Dy dy[kTile][kRowFloats * 4 / sizeof(Dy)];
+};
 
-// Splits a fragment as the number of terms asks; with one term it is rounded already.
+// Rounds a fragment to tf32, or splits it, as the number of terms asks.
 template <int kTerms, int kCount>
 __device__ __forceinline__ void take_fragment(
     const float (&x)[kCount], uint32_t (&head)[kCount], uint32_t (&tail)[kCount]
@@ -142,7 +126,7 @@ __device__ __forceinline__ void take_fragment(
   if constexpr (kTerms == 1) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      head[i] = __float_as_uint(x[i]);
+      head[i] = to_tf32(x[i]);
       tail[i] = 0;
     }
   } else {
@@ -151,9 +135,9 @@ __device__ __forceinline__ void take_fragment(
 }
 
 // acc[2 x 16 rows][4 x 8 columns] += x * y^T over one stage, for the warp's 32 x 32 part.
-template <int kTerms>
+template <int kTerms, typename X, int kWidth>
 __device__ __forceinline__ void stage_products(
-    const float (*s_x)[kRowFloats], const float (*s_y)[kRowFloats], float (&acc)[2][4][4]
+    const X (*s_x)[kWidth], const float (*s_y)[kRowFloats], float (&acc)[2][4][4]
 ) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -167,10 +151,10 @@ __device__ __forceinline__ void stage_products(
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const float a[4] = {
-          s_x[m * 16 + g][k + t],
-          s_x[m * 16 + g + 8][k + t],
-          s_x[m * 16 + g][k + t + 4],
-          s_x[m * 16 + g + 8][k + t + 4],
+          float_of(s_x[m * 16 + g][k + t]),
+          float_of(s_x[m * 16 + g + 8][k + t]),
+          float_of(s_x[m * 16 + g][k + t + 4]),
+          float_of(s_x[m * 16 + g + 8][k + t + 4]),
       };
       uint32_t ah[4], at[4];
       take_fragment<kTerms>(a, ah, at);
@@ -186,12 +170,12 @@ __device__ __forceinline__ void stage_products(
   }
 }
 
-template <int kTerms>
+template <int kTerms, typename Dy>
 __global__ void __launch_bounds__(kDotThreads, 2) sdm_token_dots_kernel(
-    const SdmTokenDotsParams p
+    const __grid_constant__ SdmTokenDotsParams p
 ) {
-  // operands: 0 dv, 1 dy (rows i of the tile), 2 e (rows j)
-  __shared__ __align__(16) float s_rows[2][3][kTile][kRowFloats];
+  extern __shared__ __align__(16) unsigned char dots_memory[];
+  DotsStage<Dy>* s_stages = reinterpret_cast<DotsStage<Dy>*>(dots_memory);
   const SdmDims& dims = p.dims;
   const int64_t planes = p.split ? p.segments : 1;
   const int64_t segment = blockIdx.x % planes;
@@ -218,10 +202,12 @@ __global__ void __launch_bounds__(kDotThreads, 2) sdm_token_dots_kernel(
   const int64_t d_out_at = place.batch * p.d_out.stride[0] + (place.token + i) * p.d_out.stride[1] +
                            place.head * p.d_out.stride[2];
   const int64_t D_i = i < num_tokens ? dims.D : 0, D_j = j < num_tokens ? dims.D : 0;
-  const StagedRow rows[3] = {
-      {p.d_v, DType::kF32, (q * dims.C + i) * dims.D, D_i, p.vector_rows},
-      {p.d_out.data, p.d_out.dtype, d_out_at, D_i, p.vector_d_out},
-      {p.errors, DType::kF32, (first_token + j * dims.H) * dims.D, D_j, p.vector_rows},
+  const StagedRow<float> dv_row = {p.d_v + (q * dims.C + i) * dims.D, D_i, p.vector_rows};
+  const StagedRow<float> e_row = {
+      p.errors + (first_token + j * dims.H) * dims.D, D_j, p.vector_rows
+  };
+  const StagedRow<Dy> dy_row = {
+      static_cast<const Dy*>(p.d_out.data) + d_out_at, D_i, p.vector_d_out
   };
 
   const int warp = threadIdx.x / 32;
@@ -230,28 +216,40 @@ __global__ void __launch_bounds__(kDotThreads, 2) sdm_token_dots_kernel(
   const int64_t begin = p.split ? segment * p.columns : 0;
   const int64_t limit = p.split ? begin + p.columns : dims.D;
   const int64_t end = limit < dims.D ? limit : dims.D;
+  const auto start = [&](int stage, int64_t column) {
+    if (column < end) {
+      DotsStage<Dy>& s = s_stages[stage];
+#pragma unroll
+      for (int half = 0; half < kDepth; half += 16) {
+        const int at = stage_col + half;
+        dv_row.start(&s.dv[stage_row][at], column + at);
+        dy_row.start(&s.dy[stage_row][at], column + at);
+        e_row.start(&s.e[stage_row][at], column + at);
+      }
+    }
+    close_copies();
+  };
 
   float acc[2][4][4] = {}, total[2][4][4] = {};
-  float4 next[3];
 #pragma unroll
-  for (int x = 0; x < 3; ++x) {
-    store_four<kTerms>(&s_rows[0][x][stage_row][stage_col], rows[x].load(begin + stage_col));
+  for (int stage = 0; stage + 1 < kStages; ++stage) {
+    start(stage, begin + stage * kDepth);
   }
-  __syncthreads();  // stage 0 is complete before any warp multiplies it
   int stage = 0;
   int64_t segment_end = begin + p.columns;
   for (int64_t column = begin; column < end; column += kDepth) {
-    const bool more = column + kDepth < end;
-    if (more) {
-#pragma unroll
-      for (int x = 0; x < 3; ++x) {
-        next[x] = rows[x].load(column + kDepth + stage_col);
+    wait_for_copies<kStages - 2>();
+    __syncthreads();  // the stage is complete, and nobody still reads the one started now
+    start(stage == 0 ? kStages - 1 : stage - 1, column + (kStages - 1) * kDepth);
+    if (!idle) {
+      const DotsStage<Dy>& s = s_stages[stage];
+      if (matrix == 0) {
+        stage_products<kTerms>(&s.dv[part_i], &s.e[part_j], acc);
+      } else {
+        stage_products<kTerms>(&s.dy[part_i], &s.e[part_j], acc);
       }
     }
-    if (!idle) {
-      stage_products<kTerms>(&s_rows[stage][matrix][part_i], &s_rows[stage][2][part_j], acc);
-    }
-    if (!more || column + kDepth == segment_end) {
+    if (column + kDepth >= end || column + kDepth == segment_end) {
       segment_end += p.columns;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
@@ -265,15 +263,7 @@ __global__ void __launch_bounds__(kDotThreads, 2) sdm_token_dots_kernel(
         }
       }
     }
-    stage ^= 1;
-    if (more) {
-#pragma unroll
-      for (int x = 0; x < 3; ++x) {
-        store_four<kTerms>(&s_rows[stage][x][stage_row][stage_col], next[x]);
-      }
-      // the stage just stored is complete, and nobody still reads the one stored next
-      __syncthreads();
-    }
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   if (idle) {
     return;
