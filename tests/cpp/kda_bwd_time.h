@@ -72,6 +72,7 @@ inline float median(std::vector<float> times) {
 // windows is left out.
 inline void time_stages(const kda::KdaCudaBwdParams& p, int64_t window_records) {
   constexpr int64_t kK = 128, kV = 128;
+  constexpr int64_t kCarry = (kK / 2 + 2) * 32 * (kV / 16);  // floats of a head between windows
   using Record = kda::KdaRecord<kK>;
   const kda::KdaDims& dims = p.base.dims;
   const int64_t heads = dims.HV, rows = dims.B * dims.T * heads;
@@ -82,9 +83,9 @@ inline void time_stages(const kda::KdaCudaBwdParams& p, int64_t window_records) 
   const DeviceBytes records(entries * Record::kForwardBytes);
   const DeviceBytes grads(entries * kda::KdaBwdRecord<kK, kV>::kBytes);
   const DeviceBytes sums(rows / 64 * 2 * kK * 4 + heads * 2 * kK * 4);
-  const DeviceBytes carry(plan.group * heads * kK * kV * 4);
+  const DeviceBytes carry(plan.group * heads * kCarry * 4);
   check(
-      cudaMemset(carry.data(), 0, static_cast<size_t>(plan.group * heads * kK * kV) * 4),
+      cudaMemset(carry.data(), 0, static_cast<size_t>(plan.group * heads * kCarry) * 4),
       "cudaMemset"
   );
   for (int i = 0; i < 7; ++i) {

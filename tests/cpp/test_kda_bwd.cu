@@ -199,6 +199,7 @@ std::vector<Test> all_tests() {
   };
   add("base", [](KdaCase*) {});
   add("T=512, four heads", [](KdaCase* c) { c->T = 512, c->H = c->HV = 4; });
+  add("many heads", [](KdaCase* c) { c->T = 70, c->H = c->HV = 66; });
   for (const int64_t T : {1, 15, 16, 17, 63, 64, 65}) {
     add("short", [&](KdaCase* c) { c->T = T; });
   }

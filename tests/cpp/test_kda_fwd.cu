@@ -211,6 +211,10 @@ std::vector<Case> all_cases() {
   c.H = 2;
   c.HV = 2;
   add("eleven chunks", c);
+  Case many = c;
+  many.T = 70;
+  many.H = many.HV = 66;
+  add("many heads", many);
   c.initial = 0;
   c.chunk_states = 0;
   c.with_bias = false;
@@ -288,8 +292,8 @@ std::vector<Case> all_cases() {
   // So many heads that a window holds few chunks.
   c = base;
   c.T = 330;
-  c.H = 100;
-  c.HV = 200;
+  c.H = 200;
+  c.HV = 400;
   c.K = 64;
   c.V = 64;
   add("two windows", c);
@@ -298,8 +302,8 @@ std::vector<Case> all_cases() {
   c.lengths.clear();
   c.B = 5;
   c.T = 200;
-  c.H = 60;
-  c.HV = 120;
+  c.H = 120;
+  c.HV = 240;
   add("two groups of two windows", c);
   return cases;
 }
@@ -346,7 +350,7 @@ void time_shape(int64_t B, int64_t T, int64_t H, bool states) {
   // The preparation alone, in windows of the same size.
   KdaPrepParams prep{d, p.base.options, p.base.tokens, {}, {}, {}};
   prep.records = {reinterpret_cast<char*>(workspace.data), KdaRecord<128>::kForwardBytes};
-  const KdaWindowPlan plan = kda_window_plan(d, false, 792);
+  const KdaWindowPlan plan = kda_window_plan(d, false, 1584);
 
   cudaEvent_t start, stop;
   check(cudaEventCreate(&start), "event");

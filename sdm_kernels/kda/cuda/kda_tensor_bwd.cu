@@ -14,6 +14,7 @@
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_load.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_scan_state.cuh"
 
 namespace sdm::kda {
 namespace {
@@ -58,6 +59,13 @@ int64_t state_rows(const KdaDims& dims) {
   return dims.B * dims.T / kTensorChunk + dims.N;
 }
 
+// Of a sequence between windows.
+int64_t carry_floats(const KdaDims& dims) {
+  const int64_t warp =
+      dims.K == 128 ? cuda::ScanState<128>::kCarryFloats : cuda::ScanState<64>::kCarryFloats;
+  return dims.HV * (dims.V / 16) * warp;
+}
+
 KdaCudaFwdParams forward_params(const KdaCudaBwdParams& params, void* states) {
   const KdaBwdParams& base = params.base;
   KdaCudaFwdParams forward{};
@@ -94,7 +102,7 @@ BwdMemory carve(const KdaCudaBwdParams& params, const KdaWindowPlan& plan, void*
   }
   if (plan.windows_of_group() > 1) {
     for (float*& carry : memory.carry) {
-      carry = carver.take<float>((plan.packed ? 1 : plan.group) * state);
+      carry = carver.take<float>((plan.packed ? 1 : plan.group) * carry_floats(dims));
     }
   }
   memory.bytes = static_cast<size_t>(carver.used());

@@ -5,58 +5,28 @@
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_scan.cuh"
 
 namespace sdm::kda {
-namespace cuda {
 namespace {
 
-// Grid: slices of the value columns, HV, spans of the window.
-template <int kK, int kV, int kGroups>
-__global__ void __launch_bounds__(128 * kGroups, 2) kda_bwd_scan_kernel(
-    const __grid_constant__ KdaBwdScanParams p
-) {
-  extern __shared__ __align__(128) char kda_shared[];
-  using S = Scan<kK, kV, kGroups>;
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const int64_t index = blockIdx.z;
-  const KdaSpan span = kda_span(p.common.cu_seqlens, p.common.window, index, p.common.dims);
-  if (!span.valid) {
-    return;
-  }
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  S scan{
-      p,
-      kda_shared,
-      shared_address(kda_shared),
-      warp / 4,
-      warp % 4,
-      lane / 4,
-      lane % 4,
-      static_cast<int>(blockIdx.x),
-      blockIdx.y,
-      span,
-      static_cast<float>(p.common.options.scale),
-      {},
-      false
-  };
-  scan.fast_out = p.d_out.dtype != DType::kF32 && p.d_out.stride[3] == 1 &&
-                  reinterpret_cast<uintptr_t>(p.d_out.data) % 16 == 0 &&
-                  p.d_out.stride[0] % 8 == 0 && p.d_out.stride[1] % 8 == 0 &&
-                  p.d_out.stride[2] % 8 == 0;
-  // Of packed sequences only one lasts from one window to the next.
-  scan.run(p.common.cu_seqlens.data == nullptr ? index : 0);
+// Blocks of 64 value columns that keep a card of 132 multiprocessors busy.
+constexpr int64_t kManyBlocks = 128;
+
+bool loads_four(const KdaView& view) {
+  return view.dtype != DType::kF32 && view.stride[3] == 1 &&
+         reinterpret_cast<uintptr_t>(view.data) % 8 == 0 && view.stride[0] % 4 == 0 &&
+         view.stride[1] % 4 == 0 && view.stride[2] % 4 == 0;
 }
 
-template <int kK, int kV, int kGroups>
-cudaError_t launch_groups(const KdaBwdScanParams& p, int64_t spans, cudaStream_t stream) {
-  using S = Scan<kK, kV, kGroups>;
+template <int kK, int kV, int kGroups, bool kAny>
+cudaError_t launch_kind(cuda::KdaBwdScanArgs args, int64_t spans, cudaStream_t stream) {
+  args.buffers = cuda::bwd_scan_shared_bytes<kK, kGroups>(3) <= shared_limit() ? 3 : 2;
   return launch_blocks(
-      &kda_bwd_scan_kernel<kK, kV, kGroups>,
-      p,
-      S::kSlices,
-      p.common.dims.HV,
+      &cuda::kda_bwd_scan_kernel<kK, kV, kGroups, kAny>,
+      args,
+      kV / 64 / kGroups,
+      args.params.common.dims.HV,
       spans,
-      S::kThreads,
-      ScanMemory<kK, kGroups>::kBytes,
+      128 * kGroups,
+      cuda::bwd_scan_shared_bytes<kK, kGroups>(args.buffers),
       stream,
       true
   );
@@ -69,22 +39,28 @@ cudaError_t launch_sizes(const KdaBwdScanParams& p, cudaStream_t stream) {
   const bool packed = p.common.cu_seqlens.data != nullptr;
   const int64_t spans =
       packed ? (dims.N < window.num_chunks ? dims.N : window.num_chunks) : window.num_sequences;
+  const KdaOptions& options = p.common.options;
+  const cuda::KdaBwdScanArgs args = {p, 2, options.l2norm && options.gate != KdaGate::kActivated};
+  if (!loads_four(p.d_out)) {
+    return launch_kind<kK, kV, 1, true>(args, spans, stream);
+  }
   // Two groups share what they read; one gives more blocks where there are few.
-  return spans * dims.HV * (kV / 64) > 128 ? launch_groups<kK, kV, 2>(p, spans, stream)
-                                           : launch_groups<kK, kV, 1>(p, spans, stream);
+  if constexpr (kK == 128 && kV == 128) {
+    if (spans * dims.HV * 2 > kManyBlocks) {
+      return launch_kind<kK, kV, 2, false>(args, spans, stream);
+    }
+  }
+  return launch_kind<kK, kV, 1, false>(args, spans, stream);
 }
 
 }  // namespace
-}  // namespace cuda
 
 cudaError_t launch_kda_tensor_bwd_scan(const KdaBwdScanParams& p, cudaStream_t stream) {
   const KdaDims& dims = p.common.dims;
   if (dims.K == 128) {
-    return dims.V == 128 ? cuda::launch_sizes<128, 128>(p, stream)
-                         : cuda::launch_sizes<128, 64>(p, stream);
+    return dims.V == 128 ? launch_sizes<128, 128>(p, stream) : launch_sizes<128, 64>(p, stream);
   }
-  return dims.V == 128 ? cuda::launch_sizes<64, 128>(p, stream)
-                       : cuda::launch_sizes<64, 64>(p, stream);
+  return dims.V == 128 ? launch_sizes<64, 128>(p, stream) : launch_sizes<64, 64>(p, stream);
 }
 
 }  // namespace sdm::kda

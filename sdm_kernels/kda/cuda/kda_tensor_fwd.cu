@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Forward of Kimi delta attention on tensor cores: records of a window of chunks, then the
 //! scan through them, window after window.
+#include <algorithm>
 #include <cstdint>
 
 #include <cuda_runtime_api.h>
@@ -13,14 +14,17 @@
 namespace sdm::kda {
 namespace {
 
-// Records of a window: three for each place of a preparing block on 132 multiprocessors, so that
-// little of the last round is idle; 52 MB at K = 128.
-constexpr int64_t kWindowRecords = 792;
+// Records of a window: every window costs some 14 us, in which its first and last blocks leave room
+// on the card; 106 MB at K = 128.
+constexpr int64_t kWindowRecords = 1584;
 
 // The preparation of a window overlaps the scan of the one before, which reads the other buffer.
 constexpr int64_t kBuffers = 2;
 
 constexpr int64_t kMaxGridY = 65535;
+
+// Blocks of 64 value columns that keep a card of 132 multiprocessors busy.
+constexpr int64_t kManyBlocks = 128;
 
 KdaWindowPlan plan_of(const KdaCudaFwdParams& params) {
   return kda_window_plan(params.base.dims, params.cu_seqlens.data != nullptr, kWindowRecords);
@@ -34,6 +38,10 @@ int64_t carry_rows(const KdaWindowPlan& plan) {
   return plan.packed ? 1 : plan.group;
 }
 
+int64_t carry_floats(int64_t K) {
+  return K == 128 ? cuda::ScanState<128>::kCarryFloats : cuda::ScanState<64>::kCarryFloats;
+}
+
 // Memory of a call: kBuffers buffers of records, then the states between windows.
 struct Workspace {
   int64_t records;  // bytes of one buffer
@@ -45,26 +53,52 @@ struct Workspace {
 Workspace workspace_of(const KdaDims& dims, const KdaWindowPlan& plan) {
   Workspace w;
   w.records = plan.max_slots() * dims.HV * record_bytes(dims.K);
-  w.carry = 2 * carry_rows(plan) * dims.HV * dims.K * dims.V * 4;
+  w.carry = 2 * carry_rows(plan) * dims.HV * (dims.V / 16) * carry_floats(dims.K) * 4;
   return w;
 }
 
-template <DType kType, int kK>
-cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
+template <DType kType, int kK, int kGroups, cuda::ScanKind kKind>
+cudaError_t launch_kind(cuda::KdaScanArgs args, int64_t spans, cudaStream_t stream) {
+  using Ring = cuda::ScanRing<kK, kGroups>;
+  args.buffers = Ring::bytes(3) <= shared_limit() ? 3 : 2;
   const dim3 grid(
-      static_cast<unsigned>(args.dims.V / cuda::kScanColumns),
+      static_cast<unsigned>(args.dims.V / (cuda::kGroupColumns * kGroups)),
       static_cast<unsigned>(args.dims.HV),
       static_cast<unsigned>(spans)
   );
   return launch_kernel(
-      cuda::kda_scan_kernel<kType, kK>,
+      cuda::kda_scan_kernel<kType, kK, kGroups, kKind>,
       grid,
-      cuda::kScanThreads,
-      cuda::ScanShared<kK>::kBytes,
+      128 * kGroups,
+      Ring::bytes(args.buffers),
       stream,
       args.overlap,
       args
   );
+}
+
+template <DType kType, int kK, int kGroups>
+cudaError_t launch_groups(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
+  using Kind = cuda::ScanKind;
+  return args.chunk_states.data != nullptr
+             ? launch_kind<kType, kK, kGroups, Kind::kStates>(args, spans, stream)
+             : launch_kind<kType, kK, kGroups, Kind::kNoStates>(args, spans, stream);
+}
+
+template <DType kType, int kK>
+cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
+  const KdaChunkStates& states = args.chunk_states;
+  if (!args.whole_v ||
+      (states.data != nullptr && (states.v_first || states.dtype == DType::kF32))) {
+    return launch_kind<kType, kK, 1, cuda::ScanKind::kAny>(args, spans, stream);
+  }
+  // Two groups share what they read; one gives more blocks where there are few.
+  if constexpr (kK == 128) {
+    if (args.dims.V == 128 && spans * args.dims.HV * 2 > kManyBlocks) {
+      return launch_groups<kType, kK, 2>(args, spans, stream);
+    }
+  }
+  return launch_groups<kType, kK, 1>(args, spans, stream);
 }
 
 cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream_t stream) {
@@ -84,15 +118,15 @@ bool kda_tensor_supports(const KdaDims& dims, DType dtype) {
       (dims.V != 64 && dims.V != 128) || dims.HV > kMaxGridY) {
     return false;
   }
-  int device = 0, shared = 0, major = 0;
+  int device = 0, major = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-          cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
     return false;
   }
-  // Cards with 99 KB (8.6, 8.9, 12.0) hold the tiles of K = 64 only.
-  return major >= 8 && shared >= kda_tensor_prep_shared_bytes(dims.K);
+  // Cards with 99 KB (8.6, 8.9, 12.0) have room for the scan's two records at K = 64 only.
+  const int scan =
+      dims.K == 128 ? cuda::ScanRing<128, 1>::bytes(2) : cuda::ScanRing<64, 1>::bytes(2);
+  return major >= 8 && shared_limit() >= std::max(scan, kda_tensor_prep_shared_bytes(dims.K));
 }
 
 size_t kda_tensor_fwd_workspace(const KdaCudaFwdParams& params) {
@@ -132,7 +166,7 @@ cudaError_t launch_kda_tensor_fwd(
   scan.out = base.out;
   scan.scale = static_cast<float>(base.options.scale);
   scan.whole_v = kda_rows_aligned(base.tokens.v, 8);
-
+  scan.bounded = base.options.l2norm && base.options.gate != KdaGate::kActivated;
   scan.overlap = overlap;
 
   // The preparation of a window starts when the scan of the one before has started, which is after

@@ -46,6 +46,16 @@ inline bool kernels_overlap() {
          major >= 9;
 }
 
+// Shared memory that a block may have on the current device; 0: there is none.
+inline int shared_limit() {
+  int device = 0, bytes = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+                     cudaSuccess
+             ? bytes
+             : 0;
+}
+
 // Launches kernel(args), with as much dynamic shared memory as the card can be asked for.
 template <typename Args>
 [[nodiscard]] cudaError_t launch_kernel(

@@ -76,6 +76,33 @@ __device__ __forceinline__ uint32_t multiply_f16(uint32_t x, uint32_t y) {
   return z;
 }
 
+// The larger magnitudes of both halves; NaN loses.
+__device__ __forceinline__ uint32_t largest_f16(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("{\n"
+      ".reg .b32 a, b;\n"
+      "abs.f16x2 a, %1;\n"
+      "abs.f16x2 b, %2;\n"
+      "max.f16x2 %0, a, b;\n"
+      "}"
+      : "=r"(z)
+      : "r"(x), "r"(y));
+  return z;
+}
+
+__device__ __forceinline__ uint32_t largest_bf16(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("{\n"
+      ".reg .b32 a, b;\n"
+      "abs.bf16x2 a, %1;\n"
+      "abs.bf16x2 b, %2;\n"
+      "max.bf16x2 %0, a, b;\n"
+      "}"
+      : "=r"(z)
+      : "r"(x), "r"(y));
+  return z;
+}
+
 __device__ __forceinline__ float2 unpack_f16(uint32_t x) {
   float2 y;
   asm("{\n"
@@ -109,6 +136,10 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 // 16 bytes from global to shared memory through the second-level cache only.

@@ -5,7 +5,6 @@
 //! Two ways to the same fragments. With the instructions of sm_90a the four warps multiply together
 //! and read the panel once; the products run while the warps go on. Else each warp uses mma.sync,
 //! and everything is done when the function returns. For the first way's sake:
-//!   copies_are_visible() before the barrier that follows the arrival of a panel,
 //!   begin_products() after the last change of a or c, then products, then end_products(), and
 //!   wait_products<n>() until at most n such groups are running, before a or c is touched.
 #pragma once
@@ -23,10 +22,6 @@
 namespace sdm::kda::cuda {
 
 #if KDA_WARPGROUP_PRODUCTS
-
-__device__ __forceinline__ void copies_are_visible() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -106,17 +101,15 @@ __device__ __forceinline__ void add_product(
   multiply_64<0, 0, kFresh ? 0 : 1>(c, a, matrix_descriptor(panel + kStep * 32));
 }
 
-// b[k][n] = panel[16 kStep + k][n]; c is tiles kTile to kTile + 7.
-template <int kStep, int kTile, int kTiles>
+// b[k][n] = panel[16 kStep + k][n]; c is tiles kTile to kTile + 7. Where n >= 16 kEnd b is zero.
+template <int kStep, int kTile, int kEnd = 4, bool kFresh = false, int kTiles>
 __device__ __forceinline__ void add_row_product(
     float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel
 ) {
-  multiply_64<1, kTile, 1>(c, a, matrix_descriptor(panel + kStep * 2048));
+  multiply_64<1, kTile, kFresh ? 0 : 1>(c, a, matrix_descriptor(panel + kStep * 2048));
 }
 
 #else
-
-__device__ __forceinline__ void copies_are_visible() {}
 
 __device__ __forceinline__ void begin_products() {}
 
@@ -128,6 +121,17 @@ __device__ __forceinline__ void wait_products() {}
 template <typename T, int kRows>
 __device__ __forceinline__ void settle(T (&)[kRows][4]) {}
 
+template <int kTile, int kTiles>
+__device__ __forceinline__ void clear_tiles(float (&c)[kTiles][4]) {
+#pragma unroll
+  for (int n = kTile; n < kTile + 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      c[n][i] = 0.0f;
+    }
+  }
+}
+
 template <int kStep, int kFirst = 0, bool kFresh = false>
 __device__ __forceinline__ void add_product(
     float (&c)[8][4], const uint32_t (&a)[4], uint32_t panel
@@ -137,13 +141,7 @@ __device__ __forceinline__ void add_product(
   const int lane = threadIdx.x % 32;
   const uint32_t at = (lane / 16 * 8 + lane % 8) * 128 + (((lane / 8 & 1) ^ (lane & 7)) << 4);
   if constexpr (kFresh) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        c[n][i] = 0.0f;
-      }
-    }
+    clear_tiles<0>(c);
   }
 #pragma unroll
   for (int n = kFirst; n < 4; ++n) {
@@ -154,15 +152,18 @@ __device__ __forceinline__ void add_product(
   }
 }
 
-template <int kStep, int kTile, int kTiles>
+template <int kStep, int kTile, int kEnd = 4, bool kFresh = false, int kTiles>
 __device__ __forceinline__ void add_row_product(
     float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel
 ) {
   // Rows of the panel as the k of the product, transposed on the way.
   const int lane = threadIdx.x % 32;
   const uint32_t at = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
+  if constexpr (kFresh) {
+    clear_tiles<kTile>(c);
+  }
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
+  for (int n = 0; n < kEnd; ++n) {
     uint32_t b[4];
     load_matrices_transposed(b, panel + kStep * 2048 + (at ^ (n * 32)));
     mma_f16(c[kTile + 2 * n], a, b[0], b[1]);
@@ -204,6 +205,16 @@ __device__ __forceinline__ void add_panel_rows_product(
   add_row_product<1, kTile>(c, a[1], panel);
   add_row_product<2, kTile>(c, a[2], panel);
   add_row_product<3, kTile>(c, a[3], panel);
+}
+
+// c = a b over the rows of one panel, of which row k has k / 16 * 16 + 16 that count.
+__device__ __forceinline__ void triangular_rows_product(
+    float (&c)[8][4], const uint32_t (&a)[4][4], uint32_t panel
+) {
+  add_row_product<0, 0, 1, true>(c, a[0], panel);
+  add_row_product<1, 0, 2>(c, a[1], panel);
+  add_row_product<2, 0, 3>(c, a[2], panel);
+  add_row_product<3, 0>(c, a[3], panel);
 }
 
 }  // namespace sdm::kda::cuda

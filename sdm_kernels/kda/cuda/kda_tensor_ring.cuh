@@ -1,49 +1,126 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Pieces of global memory on their way through three slots of shared memory, copied by all
-//! threads of the block. Piece p lies in slot p % 3.
+//! @file Records of consecutive chunks on their way through a ring of buffers in shared memory.
+//!
+//! From sm_90 on one thread starts a bulk copy, whose bytes a barrier in shared memory counts;
+//! below all threads copy 16 bytes at a time.
 #pragma once
 
 #include <cstdint>
 
+#include "sdm_kernels/common/hd.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_mma.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define KDA_BULK_COPIES 1
+#else
+#define KDA_BULK_COPIES 0
+#endif
 
 namespace sdm::kda::cuda {
 
-template <int kSlotBytes, int kThreads>
-struct PieceRing {
-  static constexpr int kSlots = 3;
-  static constexpr int kBytes = kSlots * kSlotBytes;
+template <int kRecordBytes, int kThreads>
+struct RecordRing {
+  static constexpr int kMaxBuffers = 3;
+  // Panels start at multiples of 1024 bytes, as their swizzle wants.
+  static constexpr int kBuffer = (kRecordBytes + 1023) / 1024 * 1024;
+
+  SDM_HD static constexpr int bytes(int buffers) { return buffers * kBuffer + kMaxBuffers * 8; }
 
   uint32_t memory;  // address in shared memory
-  int slot = 0;     // of the next piece to wait for
+  int buffers;
+  const char* record;  // to fetch next
+  int64_t step;        // to the record of the next chunk
+  int left;            // records to fetch
+  int fetched = 0;     // buffer of the next record to fetch
+  int awaited = 0;     // buffer of the next record to wait for
+  uint32_t phase = 0;  // of its barrier
 
-  __device__ __forceinline__ explicit PieceRing(const void* shared)
-      : memory(shared_address(shared)) {}
+  // Starts the copy of the first record.
+  __device__ __forceinline__
+  RecordRing(const void* shared, int buffers, const char* record, int64_t step, int chunks)
+      : memory(shared_address(shared)), buffers(buffers), record(record), step(step), left(chunks) {
+#if KDA_BULK_COPIES
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < buffers; ++i) {
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier(i)) : "memory");
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+#endif
+    fetch();
+  }
 
-  // Starts the copy of a piece, a multiple of 16 bytes; not valid: there is none, but it counts.
-  // The block must have synchronised after the last read of the slot.
-  __device__ __forceinline__ void fetch(int to, const char* from, int bytes, bool valid) const {
-    const uint32_t address = memory + to * kSlotBytes;
-    if (valid) {
-      for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) {
-        copy_async(address + i, from + i);
+  // Starts the copies of the others that there is room for. Not in the constructor: what is loaded
+  // in between arrives before them.
+  __device__ __forceinline__ void fill() {
+    for (int i = 1; i < buffers; ++i) {
+      fetch();
+    }
+  }
+
+  __device__ __forceinline__ uint32_t barrier(int buffer) const {
+    return memory + buffers * kBuffer + buffer * 8;
+  }
+
+  // Starts the copy of the next record, into the oldest buffer: the block must have synchronised
+  // after the last read of it.
+  __device__ __forceinline__ void fetch() {
+    const uint32_t to = memory + fetched * kBuffer;
+#if KDA_BULK_COPIES
+    if (threadIdx.x == 0 && left > 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier(fetched)),
+                   "r"(kRecordBytes)
+                   : "memory");
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+          "[%3];" ::"r"(to),
+          "l"(record),
+          "r"(kRecordBytes),
+          "r"(barrier(fetched))
+          : "memory"
+      );
+    }
+#else
+    if (left > 0) {
+      for (int i = threadIdx.x * 16; i < kRecordBytes; i += kThreads * 16) {
+        copy_async(to + i, record + i);
       }
     }
     close_copies();
+#endif
+    record += step;
+    --left;
+    fetched = fetched + 1 == buffers ? 0 : fetched + 1;
   }
 
-  // Until this thread's part of the piece of `slot` is there, of which kNewer have been fetched
-  // since.
-  template <int kNewer>
-  __device__ __forceinline__ void wait() const {
-    wait_copies<kNewer>();
+  // Waits for the next record and returns its offset in the ring. Of the records before it all but
+  // one must have been replaced by fetch().
+  __device__ __forceinline__ int wait() {
+    const int buffer = awaited;
+#if KDA_BULK_COPIES
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier(buffer)),
+        "r"(phase)
+        : "memory"
+    );
+#else
+    if (buffers == 2) {
+      wait_copies<0>();
+    } else {
+      wait_copies<1>();
+    }
+    __syncthreads();
+#endif
+    awaited = buffer + 1 == buffers ? 0 : buffer + 1;
+    phase ^= awaited == 0 ? 1u : 0u;
+    return buffer * kBuffer;
   }
-
-  __device__ __forceinline__ void next() { slot = slot_after(); }
-
-  __device__ __forceinline__ int slot_before() const { return slot == 0 ? kSlots - 1 : slot - 1; }
-
-  __device__ __forceinline__ int slot_after() const { return slot == kSlots - 1 ? 0 : slot + 1; }
 };
 
 }  // namespace sdm::kda::cuda

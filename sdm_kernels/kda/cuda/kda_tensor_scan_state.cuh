@@ -7,78 +7,208 @@
 
 #include "sdm_kernels/common/dtype.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_mma.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_scan_rows.cuh"
 #include "sdm_kernels/kda/kda_params.h"
 
 namespace sdm::kda::cuda {
-
-// The value column of fragment row g or g + 8 within the warp's 16: so that a transposed pair of
-// 8 x 8 fragments gives each lane four neighbouring columns.
-__device__ __forceinline__ int column_of_row(int row) {
-  return 4 * (row % 8 / 2) + row % 2 + (row >= 8 ? 2 : 0);
-}
 
 // A power of two and its inverse.
 struct PowerOfTwo {
   float factor, inverse;
 };
 
-// Brings a largest magnitude near 1 unless it is well inside fp16 anyway.
+// Brings a largest magnitude into [2^2, 2^6), by a power of 2^4 so that it seldom changes: the
+// state may grow by 2^8 within the chunk for which it was measured, and small elements keep their
+// bits.
 __device__ __forceinline__ PowerOfTwo column_scale(float largest) {
-  const bool inside = largest >= 0x1p-14f && largest < 0x1p7f;
-  if (inside || !(largest > 0.0f) || largest > 3.0e38f) {
+  if (!(largest <= 3.0e38f)) {
     return {1.0f, 1.0f};
   }
-  int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
-  exponent = exponent < 1 ? 1 : (exponent > 253 ? 253 : exponent);
-  return {__uint_as_float((254u - exponent) << 23), __uint_as_float(unsigned(exponent) << 23)};
+  int power = (static_cast<int>(__float_as_uint(largest) >> 23) - 127 - 2) >> 2;
+  power = 4 * (power < -30 ? -30 : (power > 30 ? 30 : power));
+  return {
+      __uint_as_float(static_cast<uint32_t>(127 - power) << 23),
+      __uint_as_float(static_cast<uint32_t>(127 + power) << 23)
+  };
+}
+
+// Of the value columns of fragment rows g and g + 8.
+struct ColumnScales {
+  PowerOfTwo low, high;
+};
+
+struct ColumnPeaks {
+  float low, high;  // largest magnitudes
+
+  __device__ __forceinline__ void include(const ColumnPeaks& other) {
+    low = fmaxf(low, other.low);
+    high = fmaxf(high, other.high);
+  }
+
+  // Over the lanes that share the columns.
+  __device__ __forceinline__ void share() {
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      low = fmaxf(low, __shfl_xor_sync(0xffffffffu, low, lanes));
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, lanes));
+    }
+  }
+
+  // Over all columns of the warp.
+  __device__ __forceinline__ void share_all() {
+    low = fmaxf(low, high);
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      low = fmaxf(low, __shfl_xor_sync(0xffffffffu, low, lanes));
+    }
+    high = low;
+  }
+
+  __device__ __forceinline__ ColumnScales scales() const {
+    return {column_scale(low), column_scale(high)};
+  }
+};
+
+// Whether a half of an operand is about to overflow: 2^15 or more.
+template <int kSteps>
+__device__ __forceinline__ bool near_overflow(const uint32_t (&a)[kSteps][4]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      largest = largest_f16(largest, a[k][i]);
+    }
+  }
+  return __any_sync(0xffffffffu, (largest >> 16) >= 0x7800u || (largest & 0xffffu) >= 0x7800u);
+}
+
+// Largest magnitudes of transposed rows (kda_tensor_scan_rows.cuh).
+__device__ __forceinline__ ColumnPeaks peaks_of_rows(const uint32_t (&x)[8][2], bool bf16) {
+  uint32_t low = 0, high = 0;
+  if (bf16) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      low = largest_bf16(low, x[n][0]);
+      high = largest_bf16(high, x[n][1]);
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      low = largest_f16(low, x[n][0]);
+      high = largest_f16(high, x[n][1]);
+    }
+  }
+  const float2 a = bf16 ? unpack_bf16(low) : unpack_f16(low);
+  const float2 b = bf16 ? unpack_bf16(high) : unpack_f16(high);
+  return {fmaxf(a.x, a.y), fmaxf(b.x, b.y)};
 }
 
 // The 16 value columns of a warp: S^T times the scales of its two rows, as accumulators.
 template <int kK>
 struct ScanState {
+  static constexpr int kCarryFloats = (kK / 2 + 2) * 32;  // of a warp, between windows
   float s[kK / 8][4];
-  PowerOfTwo low, high;  // scale of fragment rows g and g + 8
+  ColumnScales scale = {{1.0f, 1.0f}, {1.0f, 1.0f}};
 
-  __device__ __forceinline__ void unscale() {
+  __device__ __forceinline__ void multiply(float low, float high) {
 #pragma unroll
     for (int n = 0; n < kK / 8; ++n) {
-      s[n][0] *= low.inverse;
-      s[n][1] *= low.inverse;
-      s[n][2] *= high.inverse;
-      s[n][3] *= high.inverse;
+      s[n][0] *= low;
+      s[n][1] *= low;
+      s[n][2] *= high;
+      s[n][3] *= high;
     }
-    low = {1.0f, 1.0f};
-    high = {1.0f, 1.0f};
   }
 
-  __device__ __forceinline__ void rescale(float low_largest, float high_largest) {
-    float a = 0.0f, b = 0.0f;
+  __device__ __forceinline__ void rescale(const ColumnScales& next) {
+    const bool same = next.low.factor == scale.low.factor && next.high.factor == scale.high.factor;
+    if (__builtin_expect(__any_sync(0xffffffffu, !same), 0)) {
+      // In two steps, whose product may leave the range of float.
+      float low = scale.low.inverse;
+      float high = scale.high.inverse;
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        multiply(low, high);
+        low = next.low.factor;
+        high = next.high.factor;
+      }
+      scale = next;
+    }
+  }
+
+  __device__ __forceinline__ void unscale() { multiply(scale.low.inverse, scale.high.inverse); }
+
+  // The decay of a chunk; `gamma` is that of the lane's keys.
+  __device__ __forceinline__ void decay(const float2* gamma) {
 #pragma unroll
     for (int n = 0; n < kK / 8; ++n) {
-      a = fmaxf(a, fmaxf(fabsf(s[n][0]), fabsf(s[n][1])));
-      b = fmaxf(b, fmaxf(fabsf(s[n][2]), fabsf(s[n][3])));
+      const float2 x = gamma[n * 4];
+      s[n][0] *= x.x;
+      s[n][1] *= x.y;
+      s[n][2] *= x.x;
+      s[n][3] *= x.y;
     }
-    a = fmaxf(a * low.inverse, low_largest);
-    b = fmaxf(b * high.inverse, high_largest);
+  }
+
+  // Without the scales, this lane's part.
+  __device__ __forceinline__ ColumnPeaks peaks() const {
+    ColumnPeaks out = {0.0f, 0.0f};
 #pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-      a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, lanes));
-      b = fmaxf(b, __shfl_xor_sync(0xffffffffu, b, lanes));
+    for (int n = 0; n < kK / 8; ++n) {
+      out.include({fmaxf(fabsf(s[n][0]), fabsf(s[n][1])), fmaxf(fabsf(s[n][2]), fabsf(s[n][3]))});
     }
-    const PowerOfTwo new_low = column_scale(a);
-    const PowerOfTwo new_high = column_scale(b);
-    const bool same = new_low.factor == low.factor && new_high.factor == high.factor;
-    if (__any_sync(0xffffffffu, !same)) {
-      unscale();
+    return {out.low * scale.low.inverse, out.high * scale.high.inverse};
+  }
+
+  // The same from the operand that was made of it.
+  __device__ __forceinline__ ColumnPeaks peaks(const uint32_t (&operand)[kK / 16][4]) const {
+    uint32_t low = 0, high = 0;
 #pragma unroll
-      for (int n = 0; n < kK / 8; ++n) {
-        s[n][0] *= new_low.factor;
-        s[n][1] *= new_low.factor;
-        s[n][2] *= new_high.factor;
-        s[n][3] *= new_high.factor;
+    for (int k = 0; k < kK / 16; ++k) {
+      low = largest_f16(low, operand[k][0]);
+      high = largest_f16(high, operand[k][1]);
+      low = largest_f16(low, operand[k][2]);
+      high = largest_f16(high, operand[k][3]);
+    }
+    const float2 a = unpack_f16(low);
+    const float2 b = unpack_f16(high);
+    return {fmaxf(a.x, a.y) * scale.low.inverse, fmaxf(b.x, b.y) * scale.high.inverse};
+  }
+
+  // To and from the next window, with the peaks that choose the scales of its first chunk.
+  __device__ __forceinline__ void put_carry(float* to, const ColumnPeaks& peaks) const {
+    const int lane = threadIdx.x % 32;
+    to += lane * 4;
+#pragma unroll
+    for (int n = 0; n < kK / 8; ++n) {
+      *reinterpret_cast<float4*>(to + n * 128) = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+    }
+    *reinterpret_cast<float2*>(to + kK * 16 - lane * 2) = make_float2(peaks.low, peaks.high);
+  }
+
+  __device__ __forceinline__ ColumnPeaks take_carry(const float* from) {
+    const int lane = threadIdx.x % 32;
+    from += lane * 4;
+#pragma unroll
+    for (int n = 0; n < kK / 8; ++n) {
+      const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
+      s[n][0] = x.x;
+      s[n][1] = x.y;
+      s[n][2] = x.z;
+      s[n][3] = x.w;
+    }
+    const float2 peaks = *reinterpret_cast<const float2*>(from + kK * 16 - lane * 2);
+    return {peaks.x, peaks.y};
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kK / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[n][i] = 0.0f;
       }
-      low = new_low;
-      high = new_high;
     }
   }
 
@@ -94,21 +224,56 @@ struct ScanState {
 };
 
 template <typename Element, int kK>
-__device__ __forceinline__ void load_initial(
-    ScanState<kK>& state, const KdaStateView& initial, int64_t row, int64_t hv, int64_t column0
+__device__ __forceinline__ void load_elements(
+    ScanState<kK>& state, const KdaStateView& from, int64_t row, int64_t hv, int64_t column0
 ) {
-  const Element* from = static_cast<const Element*>(initial.data);
+  const Element* data = static_cast<const Element*>(from.data);
 #pragma unroll
   for (int n = 0; n < kK / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      state.s[n][i] = to_f32(from[ScanState<kK>::offset(initial.stride, row, hv, column0, n, i)]);
+      state.s[n][i] = to_f32(data[ScanState<kK>::offset(from.stride, row, hv, column0, n, i)]);
     }
   }
 }
 
-// The state at the start of a chunk: row `row` of the chunk states.
+// A state given by the caller, zero if there is none.
 template <int kK>
+__device__ __forceinline__ void load_state(
+    ScanState<kK>& state, const KdaStateView& from, int64_t row, int64_t hv, int64_t column0
+) {
+  if (from.data == nullptr) {
+    state.clear();
+  } else if (from.dtype == DType::kF32) {
+    load_elements<float>(state, from, row, hv, column0);
+  } else if (from.dtype == DType::kBf16) {
+    load_elements<Bf16>(state, from, row, hv, column0);
+  } else {
+    load_elements<F16>(state, from, row, hv, column0);
+  }
+}
+
+// To the caller, in float; nothing if it does not want it.
+template <int kK>
+__device__ __forceinline__ void store_state(
+    const ScanState<kK>& state, const KdaStateView& to, int64_t row, int64_t hv, int64_t column0
+) {
+  if (to.data == nullptr) {
+    return;
+  }
+  float* data = static_cast<float*>(to.data);
+#pragma unroll
+  for (int n = 0; n < kK / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      data[ScanState<kK>::offset(to.stride, row, hv, column0, n, i)] = state.s[n][i];
+    }
+  }
+}
+
+// The state at the start of a chunk: row `row` of the chunk states, which without kAny are 16-bit
+// and [K, V].
+template <bool kAny, int kK>
 __device__ __forceinline__ void store_chunk_state(
     const ScanState<kK>& state,
     const KdaChunkStates& states,
@@ -122,9 +287,9 @@ __device__ __forceinline__ void store_chunk_state(
   const int t = lane % 4;
   const int64_t V = dims.V;
   const int64_t base = (row * dims.HV + hv) * kK * V;
-  const float low = state.low.inverse;
-  const float high = state.high.inverse;
-  if (states.dtype == DType::kF32) {
+  const float low = state.scale.low.inverse;
+  const float high = state.scale.high.inverse;
+  if (kAny && states.dtype == DType::kF32) {
     const int64_t stride[4] = {0, 0, states.v_first ? 1 : V, states.v_first ? kK : 1};
     float* to = static_cast<float*>(states.data) + base;
 #pragma unroll
@@ -149,7 +314,7 @@ __device__ __forceinline__ void store_chunk_state(
     };
     const uint32_t x = bf16 ? pack_bf16(a[0], a[1]) : pack_f16(a[0], a[1]);
     const uint32_t y = bf16 ? pack_bf16(a[2], a[3]) : pack_f16(a[2], a[3]);
-    if (states.v_first) {
+    if (kAny && states.v_first) {
       *reinterpret_cast<uint32_t*>(row_low + n * 8) = x;
       *reinterpret_cast<uint32_t*>(row_high + n * 8) = y;
     } else {
