@@ -72,108 +72,120 @@ __device__ __forceinline__ void add_split_product(
   }
 }
 
-// Inverse of diagonal block `block`; lane % 16 is the row.
-__device__ __forceinline__ void invert_diagonal(
-    const float* diagonal, const float* beta, unsigned char* heads, unsigned char* tails, int block
-) {
-  const int row = threadIdx.x % 16;
-  const float* from = diagonal + block * 16 * kDiagonalPitch;
-  // x (I + L) = row of I, from the last column on.
-  float x[16];
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    x[j] = j == row ? 1.0f : 0.0f;
+// Where the inverse goes: both terms to shared memory, the head also to the record.
+struct InverseOutput {
+  unsigned char* heads;
+  unsigned char* tails;
+  char* record;
+
+  __device__ __forceinline__ TwoTerms terms() const {
+    return {shared_address(heads), shared_address(tails)};
   }
+
+  // A block of 16 x 16 as sums. Only to the record if nothing else is made of it.
+  template <bool kLast>
+  __device__ __forceinline__ void store(int row, int col, const float (&c)[2][4]) const {
+    const int g = threadIdx.x % 32 / 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
-  for (int m = 15; m > 0; --m) {
-    const float scaled = x[m] * beta[block * 16 + m];
+    for (int i = 0; i < 4; ++i) {
+      const int at = InverseTile::at(row + i % 2 * 8 + g, col + i / 2 * 8 + 2 * t);
+      uint32_t head, tail;
+      split_pair(head, tail, c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]);
+      *reinterpret_cast<uint32_t*>(record + at) = head;
+      if (!kLast) {
+        *reinterpret_cast<uint32_t*>(heads + at) = head;
+        *reinterpret_cast<uint32_t*>(tails + at) = tail;
+      }
+    }
+  }
+};
+
+// A row of the inverse of a diagonal block.
+struct DiagonalRow {
+  uint32_t head[8], tail[8];
+
+  // Row lane % 16 of block `block`.
+  __device__ __forceinline__ DiagonalRow(const float* diagonal, const float* beta, int block) {
+    const int row = threadIdx.x % 16;
+    const float* from = diagonal + block * 16 * kDiagonalPitch;
+    // x (I + L) = row of I, from the last column on.
+    float x[16];
 #pragma unroll
-    for (int j = 0; j < m; j += 4) {
-      const float4 y = *reinterpret_cast<const float4*>(from + m * kDiagonalPitch + j);
-      const float factor[4] = {y.x, y.y, y.z, y.w};
+    for (int j = 0; j < 16; ++j) {
+      x[j] = j == row ? 1.0f : 0.0f;
+    }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (j + i < m) {
-          x[j + i] -= scaled * factor[i];
+    for (int m = 15; m > 0; --m) {
+      const float scaled = x[m] * beta[block * 16 + m];
+#pragma unroll
+      for (int j = 0; j < m; j += 4) {
+        const float4 y = *reinterpret_cast<const float4*>(from + m * kDiagonalPitch + j);
+        const float factor[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (j + i < m) {
+            x[j + i] -= scaled * factor[i];
+          }
         }
       }
     }
-  }
-  uint32_t head[8], tail[8];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    split_pair(head[j], tail[j], x[2 * j], x[2 * j + 1]);
-  }
-#pragma unroll
-  for (int j = 0; j < 8; j += 4) {
-    const int at = InverseTile::at(block * 16 + row, block * 16 + 2 * j);
-    *reinterpret_cast<uint4*>(heads + at) =
-        make_uint4(head[j], head[j + 1], head[j + 2], head[j + 3]);
-    *reinterpret_cast<uint4*>(tails + at) =
-        make_uint4(tail[j], tail[j + 1], tail[j + 2], tail[j + 3]);
-  }
-}
-
-__device__ __forceinline__ void store_split(
-    unsigned char* heads, unsigned char* tails, int row, int col, const float (&c)[2][4]
-) {
-  const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int at = InverseTile::at(row + i % 2 * 8 + g, col + i / 2 * 8 + 2 * t);
-    split_pair(
-        *reinterpret_cast<uint32_t*>(heads + at),
-        *reinterpret_cast<uint32_t*>(tails + at),
-        c[i / 2][i % 2 * 2],
-        c[i / 2][i % 2 * 2 + 1]
-    );
-  }
-}
-
-// `heads` gets the inverse in fp16 (InverseTile); its blocks of 16 x 16 above the diagonal are not
-// written. All threads of the block call this together,
-// after it has synchronised; it must do so again before others read the answer.
-__device__ __forceinline__ void invert_unit_lower(
-    const float* diagonal,
-    const float* beta,
-    TwoTerms far,
-    unsigned char* heads,
-    unsigned char* tails
-) {
-  const int warp = threadIdx.x / 32;
-  const TwoTerms inverse = {shared_address(heads), shared_address(tails)};
-  if (warp < 2) {
-    invert_diagonal(diagonal, beta, heads, tails, warp * 2 + threadIdx.x % 32 / 16);
-    __syncwarp();
-    // Rows 16 to 31 and columns 0 to 15 of 32.
-    SplitFragment a;
-    float c[2][4] = {};
-    load_split_a<InverseTile>(a, inverse, warp * 32 + 16, warp * 32 + 16);
-    add_split_product<FarTile>(c, a, far, 0, warp * 16);
-    a = SplitFragment::negative(c);
-    float d[2][4] = {};
-    add_split_product<InverseTile>(d, a, inverse, warp * 32, warp * 32);
-    store_split(heads, tails, warp * 32 + 16, warp * 32, d);
-  }
-  __syncthreads();
-  if (warp < 4) {
-    // Block (row, column) of rows 32 to 63 and columns 0 to 31.
-    const int row = 32 + warp / 2 * 16;
-    const int column = warp % 2;
-    float d[2][4] = {};
-    for (int k = column; k < 2; ++k) {
-      float c[2][4] = {};
-      SplitFragment a;
-      for (int m = 32; m <= row; m += 16) {
-        load_split_a<InverseTile>(a, inverse, row, m);
-        add_split_product<FarTile>(c, a, far, m - 16, k * 16);
-      }
-      a = SplitFragment::negative(c);
-      add_split_product<InverseTile>(d, a, inverse, k * 16, column * 16);
+    for (int j = 0; j < 8; ++j) {
+      split_pair(head[j], tail[j], x[2 * j], x[2 * j + 1]);
     }
-    store_split(heads, tails, row, column * 16, d);
   }
+
+  __device__ __forceinline__ void store(const InverseOutput& out, int block) const {
+    const int row = block * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      const int at = InverseTile::at(row, block * 16 + 2 * j);
+      const uint4 x = make_uint4(head[j], head[j + 1], head[j + 2], head[j + 3]);
+      *reinterpret_cast<uint4*>(out.record + at) = x;
+      *reinterpret_cast<uint4*>(out.heads + at) = x;
+      *reinterpret_cast<uint4*>(out.tails + at) =
+          make_uint4(tail[j], tail[j + 1], tail[j + 2], tail[j + 3]);
+    }
+  }
+};
+
+// From the diagonal blocks at rows `corner` and `corner` + 16: the block left of the second. By one
+// warp; `far_col` is the place of L's block in the first rows of FarTile.
+__device__ __forceinline__ void merge_sixteen(
+    TwoTerms far, const InverseOutput& out, int corner, int far_col
+) {
+  SplitFragment a;
+  float c[2][4] = {};
+  load_split_a<InverseTile>(a, out.terms(), corner + 16, corner + 16);
+  add_split_product<FarTile>(c, a, far, 0, far_col);
+  a = SplitFragment::negative(c);
+  float d[2][4] = {};
+  add_split_product<InverseTile>(d, a, out.terms(), corner, corner);
+  out.store<false>(corner + 16, corner, d);
+}
+
+// From the inverses of rows 0 to 31 and 32 to 63: block `block` (0 to 3) of the 32 x 32 left of the
+// second, by one warp.
+__device__ __forceinline__ void merge_thirty_two(
+    TwoTerms far, const InverseOutput& out, int block
+) {
+  const int row = 32 + block / 2 * 16;
+  const int column = block % 2;
+  float d[2][4] = {};
+#pragma unroll 1
+  for (int k = column; k < 2; ++k) {
+    float c[2][4] = {};
+    SplitFragment a;
+#pragma unroll 1
+    for (int m = 32; m <= row; m += 16) {
+      load_split_a<InverseTile>(a, out.terms(), row, m);
+      add_split_product<FarTile>(c, a, far, m - 16, k * 16);
+    }
+    a = SplitFragment::negative(c);
+    add_split_product<InverseTile>(d, a, out.terms(), k * 16, column * 16);
+  }
+  out.store<true>(row, column * 16, d);
 }
 
 }  // namespace sdm::kda::cuda

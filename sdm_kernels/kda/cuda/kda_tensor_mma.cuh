@@ -138,6 +138,12 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return y;
 }
 
+// A barrier of some warps of the block, kThreads in all; barrier 0 is that of __syncthreads().
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void synchronise() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

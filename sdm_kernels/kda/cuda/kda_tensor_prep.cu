@@ -2,6 +2,7 @@
 //! @file Launch of the token-parallel stage of the tensor path.
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 
 #include <cuda_runtime_api.h>
 
@@ -12,7 +13,11 @@
 namespace sdm::kda {
 namespace {
 
-template <DType kType, int kK, bool kUsual>
+// Blocks from one to that for which it fetches: about as many as run at a time on 132
+// multiprocessors.
+constexpr int64_t kAhead = 264;
+
+template <DType kType, int kK, cuda::PrepVariant kVariant>
 cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream, bool overlap) {
   const KdaPrepParams& p = args.params;
   const dim3 grid(
@@ -21,7 +26,7 @@ cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream, bool over
       static_cast<unsigned>(p.window.num_sequences)
   );
   return launch_kernel(
-      cuda::kda_prep_kernel<kType, kK, kUsual>,
+      cuda::kda_prep_kernel<kType, kK, kVariant>,
       grid,
       cuda::kPrepThreads,
       cuda::PrepShared<kK>::kBytes,
@@ -33,10 +38,17 @@ cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream, bool over
 
 template <DType kType, int kK>
 cudaError_t launch(const cuda::KdaPrepArgs& args, cudaStream_t stream, bool overlap) {
-  const bool usual =
-      args.params.tokens.g.dtype == kType && args.whole_q && args.whole_k && args.whole_g;
-  return usual ? launch<kType, kK, true>(args, stream, overlap)
-               : launch<kType, kK, false>(args, stream, overlap);
+  const KdaTokens& tokens = args.params.tokens;
+  const auto near = [](const KdaView& view) {
+    return std::abs(view.stride[1]) < (int64_t{1} << 30) / kTensorChunk;
+  };
+  if (tokens.g.dtype != kType || !args.whole_q || !args.whole_k || !args.whole_g ||
+      !near(tokens.q) || !near(tokens.k) || !near(tokens.g)) {
+    return launch<kType, kK, cuda::PrepVariant::kGeneral>(args, stream, overlap);
+  }
+  return args.params.cu_seqlens.data == nullptr
+             ? launch<kType, kK, cuda::PrepVariant::kUsual>(args, stream, overlap)
+             : launch<kType, kK, cuda::PrepVariant::kUsualPacked>(args, stream, overlap);
 }
 
 }  // namespace
@@ -68,6 +80,8 @@ cudaError_t launch_kda_tensor_prep(const KdaPrepParams& params, cudaStream_t str
   // No infinity, which 0 would turn into a NaN.
   args.inverse_bound =
       std::fmax(1.0f / (static_cast<float>(params.options.lower_bound) * cuda::kLog2e), -3.0e38f);
+  args.ahead_chunks = static_cast<int>(kAhead % params.window.num_chunks);
+  args.ahead_heads = static_cast<int>(kAhead / params.window.num_chunks);
   const bool bf16 = params.tokens.q.dtype == DType::kBf16;
   if (params.dims.K == 128) {
     return bf16 ? launch<DType::kBf16, 128>(args, stream, overlap)

@@ -17,40 +17,73 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "sdm_kernels/kda/cuda/kda_tensor_inverse.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_load.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_prep_ahead.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep_rows.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep_scores.cuh"
 
 namespace sdm::kda::cuda {
 
-// Products over warps [begin, end) of the decays of their rows, for the lane's channels.
+// Place of channel `c` of 16 lanes' within the decays of a warp's rows: groups of four channels, so
+// that the lanes' float4 follow each other.
+template <int kCount>
+__device__ __forceinline__ int total_at(int lane, int c) {
+  return c / 4 * 64 + lane % 16 * 4;
+}
+
+// Products over `count` warps of the decays of their rows, for the lane's channels.
 template <int kCount>
 __device__ __forceinline__ void multiply_totals(
-    float (&x)[kCount], const float* totals, int pitch, int first, int count
+    uint32_t (&factor)[kCount / 2], const float* totals, int pitch, int first, int count
 ) {
+  float x[kCount];
 #pragma unroll
   for (int w = 0; w < count; ++w) {
     const float* from = totals + (first + w) * pitch;
 #pragma unroll
     for (int c = 0; c < kCount; c += 4) {
-      const float4 y = *reinterpret_cast<const float4*>(from + c);
+      const float4 y =
+          *reinterpret_cast<const float4*>(from + total_at<kCount>(threadIdx.x % 32, c));
       x[c] = w == 0 ? y.x : x[c] * y.x;
       x[c + 1] = w == 0 ? y.y : x[c + 1] * y.y;
       x[c + 2] = w == 0 ? y.z : x[c + 2] * y.z;
       x[c + 3] = w == 0 ? y.w : x[c + 3] * y.w;
     }
   }
+  pack_pairs(factor, x);
 }
 
-// kUsual: the queries, keys and gates have the same type, and a lane's channels are loaded at once.
-template <DType kType, int kK, bool kUsual>
-__global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrepArgs args) {
+// Two neighbouring warps. The number of a barrier should be known to the compiler, else it counts
+// all sixteen as used.
+__device__ __forceinline__ void synchronise_pair(int pair) {
+  switch (pair) {
+    case 0:
+      return synchronise<1, 64>();
+    case 1:
+      return synchronise<2, 64>();
+    case 2:
+      return synchronise<3, 64>();
+    default:
+      return synchronise<4, 64>();
+  }
+}
+
+// What a kernel is compiled for. Usual: queries, keys and gates have the same type, a lane's
+// channels are loaded at once, and 64 rows span less than 2^30 elements.
+enum class PrepVariant { kGeneral, kUsual, kUsualPacked };
+
+template <DType kType, int kK, PrepVariant kVariant>
+__global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(
+    const __grid_constant__ KdaPrepArgs args
+) {
   using Shared = PrepShared<kK>;
   using Record = KdaRecord<kK>;
+  constexpr bool kUsual = kVariant != PrepVariant::kGeneral;
   constexpr int kCount = kK / 16;  // channels of a lane
   constexpr int kPairs = kCount / 2;
   constexpr int kSteps = kK / 16;  // of products
@@ -59,7 +92,13 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   const KdaPrepParams& p = args.params;
   const int64_t slot = blockIdx.z * p.window.num_chunks + blockIdx.x;
   const int hv = blockIdx.y;
-  const KdaSpan span = kda_chunk_of_window(p.cu_seqlens, p.window, blockIdx.z, blockIdx.x, p.dims);
+  const KdaSpan span = kda_chunk_of_window(
+      kVariant == PrepVariant::kUsual ? DeviceIntegers{nullptr, false} : p.cu_seqlens,
+      p.window,
+      blockIdx.z,
+      blockIdx.x,
+      p.dims
+  );
   if (!span.valid) {
     end_after_previous_kernel();
     return;
@@ -77,7 +116,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   const int head = args.group == 1 ? hv : hv / args.group;
   char* record = p.records.data + (slot * p.dims.HV + hv) * p.records.stride;
 
-  float* totals = reinterpret_cast<float*>(kda_shared + Shared::kTotals) + channel;
+  float* totals = reinterpret_cast<float*>(kda_shared + Shared::kTotals);
   float* beta = reinterpret_cast<float*>(kda_shared + Shared::kBeta);
   float* q_norms = reinterpret_cast<float*>(kda_shared + Shared::kQueryNorm);
   float* k_norms = reinterpret_cast<float*>(kda_shared + Shared::kKeyNorm);
@@ -98,50 +137,41 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
 
   // Loads.
   uint32_t q[kLaneRows][kPairs], k[kLaneRows][kPairs], raw_g[kLaneRows][kPairs];
-  const auto address = [&](const KdaView& view, int h) {
-    return span.sequence.batch * view.stride[0] + (token + lane_row) * view.stride[1] +
-           h * view.stride[2] + channel;
+  // Where the head's row `token` starts in each tensor: one by each lane.
+  int64_t start;
+  {
+    const KdaView& view = (&p.tokens.q)[lane < 4 ? lane : 4];
+    start =
+        reinterpret_cast<int64_t>(view.data) +
+        element_size(view.dtype) * (span.sequence.batch * view.stride[0] + token * view.stride[1] +
+                                    (lane < 2 ? head : hv) * view.stride[2]);
+  }
+  const auto start_of = [&](int tensor) {
+    const unsigned low = __shfl_sync(0xffffffffu, static_cast<unsigned>(start), tensor);
+    const unsigned high = __shfl_sync(0xffffffffu, static_cast<unsigned>(start >> 32), tensor);
+    return reinterpret_cast<const char*>(static_cast<int64_t>(high) << 32 | low);
   };
-  load_rows(
-      q,
-      static_cast<const uint16_t*>(p.tokens.q.data) + address(p.tokens.q, head),
-      p.tokens.q.stride[1],
-      left,
-      kUsual || args.whole_q
-  );
-  load_rows(
-      k,
-      static_cast<const uint16_t*>(p.tokens.k.data) + address(p.tokens.k, head),
-      p.tokens.k.stride[1],
-      left,
-      kUsual || args.whole_k
-  );
-  const int64_t from_g = address(p.tokens.g, hv);
-  load_rows(
-      raw_g,
-      static_cast<const uint16_t*>(p.tokens.g.data) + from_g,
-      p.tokens.g.stride[1],
-      kUsual || p.tokens.g.dtype != DType::kF32 ? left : 0,
-      kUsual || args.whole_g
-  );
+  using Stride = std::conditional_t<kUsual, int, int64_t>;
+  const auto row_of = [&](const char* from, const KdaView& view) {
+    return reinterpret_cast<const uint16_t*>(from) +
+           (lane_row * static_cast<Stride>(view.stride[1]) + channel);
+  };
+  load_rows(q, row_of(start_of(0), p.tokens.q), p.tokens.q.stride[1], left, kUsual || args.whole_q);
+  load_rows(k, row_of(start_of(1), p.tokens.k), p.tokens.k.stride[1], left, kUsual || args.whole_k);
+  const char* const gates = start_of(3);
+  if (kUsual || p.tokens.g.dtype != DType::kF32) {
+    load_rows(raw_g, row_of(gates, p.tokens.g), p.tokens.g.stride[1], left, kUsual || args.whole_g);
+  }
   GateConstants<kCount> gate;
   gate.load(args, hv, channel);
-  if (warp < 2) {
-    const int row = threadIdx.x;
-    const KdaView& b = p.tokens.beta;
-    float x = 0.0f;
-    if (row < chunk_rows) {
-      x = kda_beta(
-          load_float(
-              b.data,
-              b.dtype,
-              span.sequence.batch * b.stride[0] + (token + row) * b.stride[1] + hv * b.stride[2]
-          ),
-          p.options.beta
-      );
+  uint32_t raw_beta = 0;
+  {
+    const char* const from = start_of(4);
+    if (threadIdx.x < chunk_rows) {
+      const int64_t at = threadIdx.x * p.tokens.beta.stride[1];
+      raw_beta = p.tokens.beta.dtype == DType::kF32 ? reinterpret_cast<const uint32_t*>(from)[at]
+                                                    : reinterpret_cast<const uint16_t*>(from)[at];
     }
-    beta[row] = x;
-    reinterpret_cast<float*>(record + Record::kBeta)[row] = x;
   }
   // Above the diagonal the panel of scores is zero.
 #pragma unroll
@@ -149,24 +179,19 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     reinterpret_cast<uint4*>(output.scores)[row0 * 8 + i * 32 + lane] = make_uint4(0, 0, 0, 0);
   }
 
-  // Norms, and the scores of the diagonal.
-  // The lane's channels in row 4 of each half, and in row 2.
+  // The lane's channels in the region's row 4 half, and in row 2 half.
   unsigned char* const fours = region + half * 4 * Shared::kRowBytes + channel * 2;
   unsigned char* const twos = fours - half * 2 * Shared::kRowBytes;
-  put_rows(fours + Shared::kRaw * Shared::kRowBytes, q);
-  put_rows(fours + (Shared::kRaw + 8) * Shared::kRowBytes, k);
+  // Norms, and the scores of the diagonal.
+  put_rows(fours, q);
+  put_rows(fours + Shared::kQueries, k);
   __syncwarp();
   const OperandLanes<kK> lanes;
   const uint32_t base = shared_address(kda_shared);
   const uint32_t region_base = base + warp * Shared::kRegionBytes;
   {
     float with_q[4], with_k[4];
-    multiply_raw<kType, kSteps>(
-        with_q,
-        with_k,
-        region_base + Shared::kRaw * Shared::kRowBytes + lanes.rows16,
-        region_base + Shared::kRaw * Shared::kRowBytes + lanes.columns16
-    );
+    multiply_raw<kType, kSteps>(with_q, with_k, region_base + lanes.rows16);
     const int g = lane / 4;
     if (lane % 4 == g / 2) {
       const bool odd = g % 2 != 0;
@@ -186,10 +211,17 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   }
 
   // Decays: of each row in fp16, and over 2, 4 and 8 rows.
-  uint32_t decay[kLaneRows][kPairs], first[kPairs], second[kPairs], other[kPairs];
+  uint32_t decay[kLaneRows][kPairs], two[kPairs], other_two[kPairs], other[kPairs];
   {
     float d[kLaneRows][kCount];
-    make_decays<kUsual ? kType : DType::kF32>(d, raw_g, gate, args, from_g, left);
+    make_decays<kUsual ? kType : DType::kF32>(
+        d,
+        raw_g,
+        gate,
+        args,
+        reinterpret_cast<const float*>(gates) + lane_row * p.tokens.g.stride[1] + channel,
+        left
+    );
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
       pack_pairs(decay[r], d[r]);
@@ -201,8 +233,8 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
       d[2][c] *= d[3][c];
       four[c] = d[0][c] * d[2][c];
     }
-    pack_pairs(first, d[0]);
-    pack_pairs(second, d[2]);
+    pack_pairs(two, d[0]);
+    pack_pairs(other_two, d[2]);
     float four_other[kCount];
 #pragma unroll
     for (int c = 0; c < kCount; ++c) {
@@ -213,12 +245,16 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
     if (half == 0) {
 #pragma unroll
       for (int c = 0; c < kCount; c += 4) {
-        *reinterpret_cast<float4*>(totals + warp * kK + c) =
+        *reinterpret_cast<float4*>(totals + warp * kK + total_at<kCount>(lane, c)) =
             make_float4(four[c], four[c + 1], four[c + 2], four[c + 3]);
       }
     }
   }
+  if (kVariant == PrepVariant::kUsual) {
+    fetch_for_later<kK>(args, lane);
+  }
   __syncwarp();
+
   {
     const float4 x = *reinterpret_cast<const float4*>(q_norms + lane_row);
     const float4 y = *reinterpret_cast<const float4*>(k_norms + lane_row);
@@ -241,106 +277,118 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
   }
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
-    store_words(twos + (Shared::kNear + u) * Shared::kRowBytes, k[2 * u + 1]);
-    store_words(twos + (Shared::kNear + 4 + u) * Shared::kRowBytes, q[2 * u + 1]);
-    store_words(twos + (Shared::kNear + 16 + u) * Shared::kRowBytes, to_end[2 * u]);
+    store_words(twos + u * Shared::kRowBytes, k[2 * u + 1]);
+    store_words(twos + (4 + u) * Shared::kRowBytes, q[2 * u + 1]);
+    store_words(twos + (16 + u) * Shared::kRowBytes, to_end[2 * u]);
     multiply_by(k[2 * u + 1], decay[2 * u]);
     multiply_by(q[2 * u + 1], decay[2 * u]);
     multiply_by(to_end[2 * u], decay[2 * u + 1]);
   }
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
-    store_words(twos + (Shared::kNear + 8 + u) * Shared::kRowBytes, k[2 + u]);
-    store_words(twos + (Shared::kNear + 12 + u) * Shared::kRowBytes, q[2 + u]);
-    store_words(twos + (Shared::kNear + 20 + u) * Shared::kRowBytes, to_end[u]);
-    multiply_by(k[2 + u], first);
-    multiply_by(q[2 + u], first);
-    multiply_by(to_end[u], second);
-  }
-  if (half != 0) {
-    unsigned char* const to = region + Shared::kFours * Shared::kRowBytes + channel * 2;
-    put_rows(to, k);
-    put_rows(to + 4 * Shared::kRowBytes, q);
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-      multiply_by(k[r], other);
-      multiply_by(q[r], other);
-    }
-  } else {
-    put_rows(region + (Shared::kFours + 8) * Shared::kRowBytes + channel * 2, to_end);
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-      multiply_by(to_end[r], other);
-    }
+    store_words(twos + (8 + u) * Shared::kRowBytes, k[2 + u]);
+    store_words(twos + (12 + u) * Shared::kRowBytes, q[2 + u]);
+    store_words(twos + (20 + u) * Shared::kRowBytes, to_end[u]);
+    multiply_by(k[2 + u], two);
+    multiply_by(q[2 + u], two);
+    multiply_by(to_end[u], other_two);
   }
   __syncwarp();
   {
-    const uint32_t from = region_base + Shared::kNear * Shared::kRowBytes;
-    const uint32_t fours_from = region_base + Shared::kFours * Shared::kRowBytes;
-    float c[4], f[4];
-    multiply_near<kSteps>(
-        c,
-        f,
-        from + lanes.rows16,
-        from + 16 * Shared::kRowBytes + lanes.rows8,
-        fours_from + lanes.rows16,
-        fours_from + 8 * Shared::kRowBytes + lanes.rows8
+    float c[4] = {};
+    multiply_eight<kSteps>(
+        c, region_base + lanes.rows16, region_base + Shared::kColumns + lanes.rows8
     );
-    output.put_near(row0, c, f);
+    output.put_near(row0, c);
   }
-  __syncwarp();
-
-  // Levels 3 to 5 between warps.
-  if (warp % 2 != 0) {
-    put_rows(fours + Shared::kEights * Shared::kRowBytes, k);
-    put_rows(fours + (Shared::kEights + 8) * Shared::kRowBytes, q);
-  } else {
-    put_rows(fours + Shared::kEights * Shared::kRowBytes, to_end);
-  }
-  __syncthreads();
-  float gamma[kCount], x[kCount];
-  const auto climb = [&](bool upper) {
-    uint32_t factor[kPairs];
-    pack_pairs(factor, x);
-    if (warp == 0) {
-#pragma unroll
-      for (int c = 0; c < kCount; ++c) {
-        gamma[c] *= x[c];
-      }
+  if (threadIdx.x < kTensorChunk) {
+    float x = 0.0f;
+    if (threadIdx.x < chunk_rows) {
+      const DType type = p.tokens.beta.dtype;
+      x = kda_beta(
+          type == DType::kF32    ? __uint_as_float(raw_beta)
+          : type == DType::kBf16 ? unpack_bf16(raw_beta).x
+                                 : unpack_f16(raw_beta).x,
+          p.options.beta
+      );
     }
-    if (upper) {
+    beta[threadIdx.x] = x;
+    reinterpret_cast<float*>(record + Record::kBeta)[threadIdx.x] = x;
+  }
+
+  // Level 2 in the region of the first of two warps, level 3 in that of the second.
+  const bool odd = warp % 2 != 0;
+  unsigned char* const of_pair = kda_shared + warp / 2 * 2 * Shared::kRegionBytes + channel * 2;
+  synchronise_pair(warp / 2);
+  {
+    unsigned char* const to = of_pair + (odd ? Shared::kQueries : 0);
+    if (half != 0) {
+      put_rows(to, k);
+      put_rows(to + 4 * Shared::kRowBytes, q);
 #pragma unroll
       for (int r = 0; r < kLaneRows; ++r) {
-        multiply_by(k[r], factor);
-        multiply_by(q[r], factor);
+        multiply_by(k[r], other);
+        multiply_by(q[r], other);
       }
     } else {
+      put_rows(of_pair + Shared::kColumns + (odd ? 4 * Shared::kRowBytes : 0), to_end);
 #pragma unroll
       for (int r = 0; r < kLaneRows; ++r) {
-        multiply_by(to_end[r], factor);
+        multiply_by(to_end[r], other);
       }
     }
-  };
+  }
+  // The operands of a level between warps, in region `block`.
   const auto put_far = [&](int block, bool upper) {
     unsigned char* const to = fours + (block - warp) * Shared::kRegionBytes;
     if (upper) {
-      put_rows(to + Shared::kFar * Shared::kRowBytes, k);
-      put_rows(to + (Shared::kFar + 8) * Shared::kRowBytes, q);
+      put_rows(to, k);
+      put_rows(to + Shared::kQueries, q);
     } else {
-      put_rows(to + (Shared::kFar + 16) * Shared::kRowBytes, to_end);
+      put_rows(to + Shared::kColumns, to_end);
     }
   };
-  if (warp == 0) {
-    multiply_totals(gamma, totals, kK, 0, 1);
+  put_far(warp | 1, odd);
+  synchronise_pair(warp / 2);
+  {
+    float c[4] = {};
+    multiply_eight<kSteps>(
+        c, region_base + lanes.rows16, region_base + Shared::kColumns + lanes.rows8
+    );
+    const int begin = warp / 2 * 16;
+    if (odd) {
+      output.put(begin + 8 + lane / 4, begin + lane % 4 * 2, c);
+    } else {
+      output.put_fours(begin, c);
+    }
   }
-  multiply_totals(x, totals, kK, warp ^ 1, 1);
-  climb((warp & 1) != 0);
-  put_far(warp / 4 * 2 + warp % 2, (warp & 2) != 0);
-  multiply_totals(x, totals, kK, (warp ^ 2) & 6, 2);
-  climb((warp & 2) != 0);
-  put_far(4 + warp % 4, (warp & 4) != 0);
-  multiply_totals(x, totals, kK, (warp ^ 4) & 4, 4);
-  climb((warp & 4) != 0);
+  __syncthreads();
+
+  // Levels 4 and 5.
+  uint32_t factor[3][kPairs];
+  multiply_totals<kCount>(factor[0], totals, kK, warp ^ 1, 1);
+  multiply_totals<kCount>(factor[1], totals, kK, (warp ^ 2) & 6, 2);
+  multiply_totals<kCount>(factor[2], totals, kK, (warp ^ 4) & 4, 4);
+#pragma unroll
+  for (int level = 3; level < 6; ++level) {
+    if ((warp & (1 << (level - 3))) != 0) {
+#pragma unroll
+      for (int r = 0; r < kLaneRows; ++r) {
+        multiply_by(k[r], factor[level - 3]);
+        multiply_by(q[r], factor[level - 3]);
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < kLaneRows; ++r) {
+        multiply_by(to_end[r], factor[level - 3]);
+      }
+    }
+    if (level == 3) {
+      put_far(warp / 4 * 2 + warp % 2, (warp & 2) != 0);
+    } else if (level == 4) {
+      put_far(4 + warp % 4, (warp & 4) != 0);
+    }
+  }
   {
     const int at = panel_offset(lane_row, channel) * 2;  // rows after it flip bits of the piece
 #pragma unroll
@@ -350,81 +398,82 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(const KdaPrep
       store_words(row + Record::kQd, q[r]);
       store_words(row + Record::kKr, to_end[r]);
     }
-    if (threadIdx.x < 16) {
+  }
+  if (threadIdx.x < kK) {
+    const int c = threadIdx.x;
+    const float* of_channel = totals + total_at<kCount>(c / kCount, c % kCount) + c % 4;
+    float gamma = of_channel[0];
 #pragma unroll
-      for (int c = 0; c < kCount; c += 4) {
-        *reinterpret_cast<float4*>(record + Record::kGamma + (channel + c) * 4) =
-            make_float4(gamma[c], gamma[c + 1], gamma[c + 2], gamma[c + 3]);
+    for (int w = 1; w < 8; ++w) {
+      gamma *= of_channel[w * kK];
+    }
+    reinterpret_cast<float*>(record + Record::kGamma)[threadIdx.x] = gamma;
+  }
+  __syncthreads();
+
+  const TwoTerms far = {base + Shared::kFarHeads, base + Shared::kFarTails};
+  const InverseOutput inverse = {
+      kda_shared + Shared::kInverse, kda_shared + Shared::kTails, record + Record::kInverse
+  };
+  const int g = lane / 4;
+  const int t = lane % 4;
+  if (warp < 2) {
+    const int block = warp * 2 + half;
+    const DiagonalRow row(output.diagonal, beta, block);
+    __syncthreads();
+    row.store(inverse, block);
+    __syncwarp();
+    merge_sixteen(far, inverse, warp * 32, warp * 16);
+  } else {
+    if (warp < 6) {
+      const int upper = warp - 2;
+      float c[1][4][4] = {};
+      multiply_far<kSteps>(
+          c,
+          base + (4 + upper) * Shared::kRegionBytes + lanes.rows16,
+          base + 4 * Shared::kRegionBytes + Shared::kColumns + lanes.apart,
+          Shared::kRegionBytes
+      );
+      const int row = 32 + upper * 8 + g;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int col = n * 8 + 2 * t;
+        output.put_far(row, col, row - 16, col, c[0][n]);
+      }
+    } else {
+      const int corner = warp - 6;
+      float c[2][2][4] = {};
+      multiply_far<kSteps>(
+          c,
+          base + 2 * corner * Shared::kRegionBytes + lanes.rows16,
+          base + 2 * corner * Shared::kRegionBytes + Shared::kColumns + lanes.apart,
+          Shared::kRegionBytes
+      );
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int row = n / 2 * 8 + g;
+        const int col = n % 2 * 8 + 2 * t;
+        output.put_far(
+            corner * 32 + 16 + row, corner * 32 + col, row, corner * 16 + col, c[n / 2][n % 2]
+        );
       }
     }
+    __syncthreads();
   }
-  __syncthreads();
-
-  {
-    constexpr int kFarBytes = Shared::kFar * Shared::kRowBytes;
-    constexpr int kColumns = 16 * Shared::kRowBytes;
-    const int g = lane / 4;
-    const int t = lane % 4;
-    float c[2][4] = {};
-    multiply_sixteen<kSteps>(
-        c,
-        base + (4 + warp / 2) * Shared::kRegionBytes + kFarBytes + lanes.rows16,
-        base + (4 + warp % 2 * 2) * Shared::kRegionBytes + kFarBytes + kColumns + lanes.apart
-    );
-    float d[4] = {};
-    multiply_eight<kSteps>(
-        d,
-        base + warp / 2 * Shared::kRegionBytes + kFarBytes + lanes.rows16,
-        base + (warp / 4 * 2 + warp % 2) * Shared::kRegionBytes + kFarBytes + kColumns + lanes.rows8
-    );
-    const int row = 32 + warp / 2 * 8 + g;
-    const int col = warp % 2 * 16 + 2 * t;
-    output.put_far(row, col, row - 16, col, c[0]);
-    output.put_far(row, col + 8, row - 16, col + 8, c[1]);
-    const int near_row = 16 + warp / 2 % 2 * 8 + g;
-    const int near_col = warp % 2 * 8 + 2 * t;
-    const int block = warp / 4;
-    output.put_far(
-        block * 32 + near_row, block * 32 + near_col, near_row - 16, block * 16 + near_col, d
-    );
-    if (warp < 4) {
-      float e[4] = {};
-      multiply_eight<kSteps>(
-          e,
-          base + (2 * warp + 1) * Shared::kRegionBytes + Shared::kEights * Shared::kRowBytes +
-              lanes.rows16,
-          base + 2 * warp * Shared::kRegionBytes + Shared::kEights * Shared::kRowBytes + lanes.rows8
-      );
-      output.put(warp * 16 + 8 + g, warp * 16 + 2 * t, e);
-    }
-  }
-  __syncthreads();
-
-  unsigned char* inverse = kda_shared + Shared::kInverse;
-  invert_unit_lower(
-      output.diagonal,
-      beta,
-      {base + Shared::kFarHeads, base + Shared::kFarTails},
-      inverse,
-      kda_shared + Shared::kTails
-  );
+  if (warp < 4) {
+    synchronise<5, 128>();
+    merge_thirty_two(far, inverse, warp);
+  } else {
+    const int index = threadIdx.x - 128;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int at = i * kPrepThreads + threadIdx.x;
-    reinterpret_cast<uint4*>(record + Record::kScores)[at] =
-        reinterpret_cast<const uint4*>(output.scores)[at];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int at = i * kPrepThreads + threadIdx.x;
-    const int row = at / 8;
-    const int col = (at ^ row) % 8 * 8;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (col / 16 <= row / 16) {
-      x = reinterpret_cast<const uint4*>(inverse)[at];
+    for (int i = 0; i < 4; ++i) {
+      const int at = i * 128 + index;
+      reinterpret_cast<uint4*>(record + Record::kScores)[at] =
+          reinterpret_cast<const uint4*>(output.scores)[at];
+      if ((at ^ (at / 8)) % 8 / 2 > at / 8 / 16) {  // column / 16 > row / 16
+        reinterpret_cast<uint4*>(record + Record::kInverse)[at] = make_uint4(0, 0, 0, 0);
+      }
     }
-    reinterpret_cast<uint4*>(record + Record::kInverse)[at] = x;
   }
   end_after_previous_kernel();
 }

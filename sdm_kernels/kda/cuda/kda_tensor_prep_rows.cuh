@@ -19,6 +19,7 @@ struct KdaPrepArgs {
   float inverse_bound;             // of the gate with a lower bound, in log2 units
   bool whole_q, whole_k, whole_g;  // a lane's channels of a row may be loaded at once
   bool whole_bias;
+  int ahead_chunks, ahead_heads;  // to the chunk that a block fetches for a later one
 };
 
 template <int kWords>
@@ -217,15 +218,15 @@ __device__ __forceinline__ void apply_gate(
   }
 }
 
-// Decays of the lane's rows; `raw` has been loaded if the gates have 16 bits. Rows that are not
-// there decay by 1.
+// Decays of the lane's rows; `raw` has been loaded if the gates have 16 bits, else they are at
+// `floats`. Rows that are not there decay by 1.
 template <DType kUsual, int kPairs>
 __device__ __forceinline__ void make_decays(
     float (&x)[kLaneRows][2 * kPairs],
     const uint32_t (&raw)[kLaneRows][kPairs],
     const GateConstants<2 * kPairs>& gate,
     const KdaPrepArgs& args,
-    int64_t offset,
+    const float* floats,
     int left
 ) {
   const KdaPrepParams& p = args.params;
@@ -244,13 +245,7 @@ __device__ __forceinline__ void make_decays(
           x[r][c] = 0.0f;
         }
       }
-      load_float_rows(
-          x,
-          static_cast<const float*>(p.tokens.g.data) + offset,
-          p.tokens.g.stride[1],
-          left,
-          args.whole_g
-      );
+      load_float_rows(x, floats, p.tokens.g.stride[1], left, args.whole_g);
   }
   switch (p.options.gate) {
     case KdaGate::kActivated:
