@@ -36,6 +36,8 @@ __device__ __forceinline__ uint32_t load_pair_or_zero(const uint16_t* from, bool
   return x;
 }
 
+// The compiler may move other accesses across it, not barriers: nothing else reads the place before
+// the next one.
 __device__ __forceinline__ void store_half_if(uint16_t* to, uint32_t x, bool live) {
   asm volatile(
       "{\n"
@@ -47,7 +49,6 @@ __device__ __forceinline__ void store_half_if(uint16_t* to, uint32_t x, bool liv
       "}" ::"l"(to),
       "r"(x),
       "r"(static_cast<uint32_t>(live))
-      : "memory"
   );
 }
 

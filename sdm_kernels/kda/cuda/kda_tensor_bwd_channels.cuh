@@ -7,136 +7,12 @@
 #include <cstdint>
 
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_access.cuh"
-#include "sdm_kernels/kda/cuda/kda_tensor_bwd_tokens.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_gate.cuh"
 
 namespace sdm::kda::cuda {
 
-// One channel of a block of rows.
-using ChannelRows = float[kBlockRows];
-
-// Rows past the end are 0.
-__device__ __forceinline__ void load_rows(
-    ChannelRows& out, const KdaView& view, int64_t from, int rows
-) {
-  const int64_t stride = view.stride[1];
-  if (view.dtype == DType::kF32) {
-    const float* data = static_cast<const float*>(view.data) + from;
-#pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) {
-      out[i] = i < rows ? *data : 0.0f;
-      data += stride;
-    }
-    return;
-  }
-  const uint16_t* data = static_cast<const uint16_t*>(view.data) + from;
-  uint16_t raw[kBlockRows];
-#pragma unroll
-  for (int i = 0; i < kBlockRows; ++i) {
-    raw[i] = i < rows ? *data : static_cast<uint16_t>(0);
-    data += stride;
-  }
-#pragma unroll
-  for (int i = 0; i < kBlockRows; ++i) {
-    out[i] = widen_pair(raw[i], view.dtype == DType::kBf16).x;
-  }
-}
-
-// Eight consecutive floats, aligned to 16 bytes.
-__device__ __forceinline__ void load_eight(float (&out)[kBlockRows], const float* from) {
-  const float4 low = reinterpret_cast<const float4*>(from)[0];
-  const float4 high = reinterpret_cast<const float4*>(from)[1];
-  out[0] = low.x;
-  out[1] = low.y;
-  out[2] = low.z;
-  out[3] = low.w;
-  out[4] = high.x;
-  out[5] = high.y;
-  out[6] = high.z;
-  out[7] = high.w;
-}
-
-__device__ __forceinline__ float fast_sigmoid(float x) {
-  return fast_reciprocal(1.0f + fast_exp2(-kLog2e * x));
-}
-
-// The gate of one key channel.
-struct ChannelGate {
-  KdaGate form;
-  float rate;   // exp(A_log)
-  float bias;   // dt_bias
-  float bound;  // lower bound
-
-  __device__ __forceinline__
-  ChannelGate(const KdaOptions& options, const KdaTokens& tokens, float exp_A, int64_t channel)
-      : form(options.gate),
-        rate(exp_A),
-        bias(0.0f),
-        bound(static_cast<float>(options.lower_bound)) {
-    if (form != KdaGate::kActivated && tokens.dt_bias != nullptr) {
-      bias = tokens.dt_bias[channel];
-    }
-  }
-
-  template <KdaGate kGate>
-  __device__ __forceinline__ void decays_of(ChannelRows& x) const {
-    const KdaGateChannel gate{bias, kGate == KdaGate::kLowerBound ? rate * kLog2e : rate};
-#pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) {
-      x[i] = gate.log2_decay<kGate>(x[i], bound * kLog2e);
-    }
-  }
-
-  // Decays of the rows; rows past the end do not decay.
-  __device__ __forceinline__ void decays(ChannelRows& x, int rows) const {
-    if (form == KdaGate::kActivated) {
-      decays_of<KdaGate::kActivated>(x);
-    } else if (form == KdaGate::kSoftplus) {
-      decays_of<KdaGate::kSoftplus>(x);
-    } else {
-      decays_of<KdaGate::kLowerBound>(x);
-    }
-#pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) {
-      x[i] = fast_exp2(x[i]);
-    }
-    if (rows < kBlockRows) {
-#pragma unroll
-      for (int i = 0; i < kBlockRows; ++i) {
-        x[i] = i < rows ? x[i] : 1.0f;
-      }
-    }
-  }
-
-  // Gradient of the element of g from that of the log-decay; adds that of A_log.
-  template <KdaGate kGate>
-  __device__ __forceinline__ float gradient(float raw, float dg, float* d_rate) const {
-    if constexpr (kGate == KdaGate::kActivated) {
-      return dg;
-    } else if constexpr (kGate == KdaGate::kSoftplus) {
-      const float z = raw + bias;
-      *d_rate -= rate * (softplus2(z * kLog2e) * (1.0f / kLog2e)) * dg;
-      return -rate * fast_sigmoid(z) * dg;
-    } else {
-      // s (1 - s) with e = exp(-rate z) is e / (1 + e)^2, which keeps its digits at both ends
-      const float z = raw + bias;
-      const float e = fast_exp2(fminf(-kLog2e * rate * z, 126.0f));
-      const float s = fast_reciprocal(1.0f + e);
-      const float dz = rate * bound * (e * s) * s * dg;
-      *d_rate += dz * z;
-      return dz;
-    }
-  }
-};
-
 // Two rows in one register.
 using PackedRows = uint32_t[kBlockRows / 2];
-
-// What a pass leaves of q or k until the sums over all channels of a row are known; in local
-// memory.
-struct KeptRows {
-  ChannelRows grad;  // of the normalised rows
-  PackedRows raw;    // the rows as they came
-};
 
 __device__ __forceinline__ float packed_row(const PackedRows& x, int i) {
   return unpack_f16(i % 2 == 0 ? x[i / 2] : x[i / 2] >> 16).x;
@@ -150,12 +26,13 @@ struct TokenChannels {
   const TokenBlock<kK, kV>& b;
   int block, lane, live;  // live: rows of the block that exist
   float rate;             // exp(A_log)
-  // Sums over the passes: terms of dbeta, products of normalised q and k with their gradients.
-  ChannelRows term, q_dot, k_dot;
+  float term;             // of dbeta of row lane / 4
+  uint32_t units[2];      // exponents of what the passes leave of q and k, a byte a pass
   // Of the present pass.
   int pass;
-  ChannelRows raw, p, q, k;  // g, decays, normalised q and k
-  PackedRows xq, xk, yk;     // operands
+  PackedRows raw;         // g, if it was copied
+  ChannelRows p, q, k;    // decays, normalised q and k
+  PackedRows xq, xk, yk;  // operands
 
   __device__ __forceinline__ explicit TokenChannels(const TokenBlock<kK, kV>& in)
       : b(in),
@@ -163,9 +40,8 @@ struct TokenChannels {
         lane(static_cast<int>(threadIdx.x % 32)),
         live(in.rows - block * kBlockRows),
         rate(1.0f),
-        term{},
-        q_dot{},
-        k_dot{},
+        term(0.0f),
+        units{},
         pass(0) {
     const float* A_log = in.p.common.tokens.A_log;
     if (in.p.common.options.gate != KdaGate::kActivated && A_log != nullptr) {
@@ -204,48 +80,53 @@ struct TokenChannels {
     close_copies();
   }
 
-  // Rows of q or k.
   __device__ __forceinline__ void load(
-      ChannelRows& out, PackedRows& packed, int tile, const KdaView& view
+      ChannelRows& out, int tile, bool copied, const KdaView& view, int64_t head
   ) const {
-    if (b.p.aligned_qk) {
+    if (copied) {
 #pragma unroll
-      for (int i = 0; i < kBlockRows; i += 2) {
-        packed[i / 2] = *operand(tile, i) | static_cast<uint32_t>(*operand(tile, i + 1)) << 16;
+      for (int i = 0; i < kBlockRows; ++i) {
+        out[i] = widen_pair(*operand(tile, i), view.dtype == DType::kBf16).x;
       }
     } else {
-      const uint16_t* from = b.row_pointer(view, block * kBlockRows, b.h) + channel();
-#pragma unroll
-      for (int i = 0; i < kBlockRows; i += 2) {
-        packed[i / 2] = i < live ? from[i * view.stride[1]] : 0;
-        packed[i / 2] |=
-            i + 1 < live ? static_cast<uint32_t>(from[(i + 1) * view.stride[1]]) << 16 : 0;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kBlockRows; i += 2) {
-      const float2 x = widen_pair(packed[i / 2], view.dtype == DType::kBf16);
-      out[i] = x.x;
-      out[i + 1] = x.y;
+      load_rows(out, view, b.element(view, block * kBlockRows, head) + channel(), live);
     }
   }
 
-  // The pass's elements of g, q and k; the latter two are also kept.
-  __device__ __forceinline__ void load_pass(int number, KeptRows& of_q, KeptRows& of_k) {
+  // The elements of g, which are 16-bit numbers.
+  __device__ __forceinline__ void keep_raw(DType type) {
+#pragma unroll
+    for (int i = 0; i < kBlockRows; i += 2) {
+      raw[i / 2] = type == DType::kBf16 ? pack_bf16(p[i], p[i + 1]) : pack_f16(p[i], p[i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void load_raw(ChannelRows& out) const {
+    const KdaView& view = b.p.common.tokens.g;
+    if (b.p.aligned_g) {
+#pragma unroll
+      for (int i = 0; i < kBlockRows; i += 2) {
+        const float2 x = widen_pair(raw[i / 2], view.dtype == DType::kBf16);
+        out[i] = x.x;
+        out[i + 1] = x.y;
+      }
+    } else {
+      load_rows(out, view, b.element(view, block * kBlockRows, b.hv) + channel(), live);
+    }
+  }
+
+  // The pass's elements of g (as p), q and k.
+  __device__ __forceinline__ void load_pass(int number) {
     pass = number;
     wait_copies<0>();
     __syncwarp();
     const KdaTokens& tokens = b.p.common.tokens;
+    load(p, Memory::kXk, b.p.aligned_g, tokens.g, b.hv);
     if (b.p.aligned_g) {
-#pragma unroll
-      for (int i = 0; i < kBlockRows; ++i) {
-        raw[i] = widen_pair(*operand(Memory::kXk, i), tokens.g.dtype == DType::kBf16).x;
-      }
-    } else {
-      load_rows(raw, tokens.g, b.element(tokens.g, block * kBlockRows, b.hv) + channel(), live);
+      keep_raw(tokens.g.dtype);
     }
-    load(q, of_q.raw, Memory::kXq, tokens.q);
-    load(k, of_k.raw, Memory::kYk, tokens.k);
+    load(q, Memory::kXq, b.p.aligned_qk, tokens.q, b.h);
+    load(k, Memory::kYk, b.p.aligned_qk, tokens.k, b.h);
   }
 
   __device__ __forceinline__ uint16_t* operand(int tile, int i) const {
@@ -277,10 +158,6 @@ struct TokenChannels {
 
   // Decays, normalised q and k, then Xq, Xk, Y and the decay over the block.
   __device__ __forceinline__ void make_operands() {
-#pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) {
-      p[i] = raw[i];
-    }
     gate().decays(p, live);
     float norm[kBlockRows];
     load_eight(norm, of_rows(Memory::kQueryNorm));
@@ -321,7 +198,7 @@ struct TokenChannels {
     return *b.template at<float>(Memory::plane(which, block * kBlockRows + i, lane));
   }
 
-  // From the planes the gradients of the normalised q and k and of G, and what is summed up.
+  // From the planes the gradients of the normalised q and k and of G, and the terms of dbeta.
   __device__ __forceinline__ void finish_rows(ChannelRows& dq, ChannelRows& dk, ChannelRows& dG) {
     const float* d_keys = b.template at<float>(Memory::kDiagonal) + block * 64;
     const float* d_scores = d_keys + kBlocks * 64;
@@ -330,6 +207,7 @@ struct TokenChannels {
 
     ChannelRows decay;   // from row j to the present row
     ChannelRows column;  // what row j gets from later rows of the block
+    ChannelRows terms;   // of dbeta
     float from_start = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
@@ -352,35 +230,63 @@ struct TokenChannels {
       const float key_grad = from_start * k_plane + from_k;  // before beta
       dq[i] = from_start * q_plane + from_q + dm[i] * k[i];
       dk[i] = strength[i] * key_grad + dm[i] * q[i];
-      term[i] += k[i] * key_grad;
+      terms[i] = k[i] * key_grad;
       dG[i] = packed_row(xq, i) * q_plane + packed_row(xk, i) * k_plane + q[i] * from_q +
               write * from_k;
     }
+    term += sum_spread(terms);
     decay[kBlockRows - 1] = 1.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
       const float later = plane(2, i);
       dk[i] += column[i] + decay[i] * later;
-      q_dot[i] += q[i] * dq[i];
-      k_dot[i] += k[i] * dk[i];
       dG[i] -= packed_row(yk, i) * later + k[i] * column[i];
     }
   }
 
-  // Those of one value head of several go out as they are.
-  __device__ __forceinline__ void store_group_grads(int which, const ChannelRows& grad) const {
-    float* to = b.p.group_grads + ((b.entry * 2 + which) * kChunkRows + block * kBlockRows) * kK +
-                channel();
+  // Leaves the gradients of the normalised q (0) or k (1) where the result goes, in fp16, until the
+  // sums over their rows are known; those of one value head of several in float.
+  __device__ __forceinline__ void keep_grads(int which, const ChannelRows& grad) {
+    if (b.p.group_grads != nullptr) {
+      float* to = b.p.group_grads + ((b.entry * 2 + which) * kChunkRows + block * kBlockRows) * kK +
+                  channel();
+#pragma unroll
+      for (int i = 0; i < kBlockRows; ++i) {
+        to[i * kK] = grad[i];
+      }
+      return;
+    }
+    float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
-      to[i * kK] = grad[i];
+      largest = fmaxf(largest, fabsf(grad[i]));
     }
+    const KdaUnit unit = unit_of(__float_as_uint(largest));
+    units[which] |= __float_as_uint(unit.unit) >> 23 << (8 * pass);
+    const int64_t step = b.p.common.dims.H * kK;
+    uint16_t* to = static_cast<uint16_t*>(which == 0 ? b.p.d_q : b.p.d_k) +
+                   b.result(block * kBlockRows, b.h, b.p.common.dims.H, kK) + channel();
+#pragma unroll
+    for (int i = 0; i < kBlockRows; i += 2) {
+      const uint32_t pair = pack_f16(grad[i] * unit.inverse, grad[i + 1] * unit.inverse);
+      store_half_if(to + i * step, pair, i < live);
+      store_half_if(to + (i + 1) * step, pair >> 16, i + 1 < live);
+    }
+  }
+
+  // After the last pass.
+  __device__ __forceinline__ void store_units() const {
+    uint32_t* to = b.template at<uint32_t>(Memory::kUnits);
+    to[block * kPass + lane] = units[0];
+    to[(kBlocks + block) * kPass + lane] = units[1];
   }
 
   template <KdaGate kGate>
   __device__ __forceinline__ void store_gate(
       const ChannelGate& gate, const ChannelRows& dG, float dg, float* d_bias, float* d_rate
   ) const {
+    ChannelRows raw_rows;
+    load_raw(raw_rows);
     const DType type = b.p.common.tokens.g.dtype;
     const int64_t step = b.p.common.dims.HV * kK;
     const int64_t to = b.result(block * kBlockRows, b.hv, b.p.common.dims.HV, kK) + channel();
@@ -388,7 +294,7 @@ struct TokenChannels {
     for (int i = kBlockRows - 1; i >= 0; --i) {
       dg += dG[i];
       const bool exists = i < live;
-      const float dz = gate.template gradient<kGate>(raw[i], exists ? dg : 0.0f, d_rate);
+      const float dz = gate.template gradient<kGate>(raw_rows[i], exists ? dg : 0.0f, d_rate);
       *d_bias += dz;
       if (type == DType::kF32) {
         if (exists) {

@@ -8,35 +8,6 @@
 
 namespace sdm::kda::cuda {
 
-// Sums kCount (a power of two) values over the warp; a lane gets that of value lane / (32 /
-// kCount).
-template <int kCount>
-__device__ __forceinline__ float sum_spread(const float (&x)[kCount]) {
-  float part[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    part[i] = x[i];
-  }
-  int mask = 16;
-#pragma unroll
-  for (int half = kCount / 2; half > 0; half /= 2) {
-    const bool upper = (threadIdx.x & static_cast<unsigned>(mask)) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float send = upper ? part[i] : part[i + half];
-      const float keep = upper ? part[i + half] : part[i];
-      part[i] = keep + __shfl_xor_sync(kWarpMask, send, mask);
-    }
-    mask /= 2;
-  }
-  float sum = part[0];
-#pragma unroll
-  for (int rest = 16 / kCount; rest > 0; rest /= 2) {
-    sum += __shfl_xor_sync(kWarpMask, sum, rest);
-  }
-  return sum;
-}
-
 // Gradient of a row of q or k from that of the normalised row. `raw` is the row, `norm` the factor
 // that normalises it, `dot` the product of the two rows times norm^2 (0 without a norm); a lane has
 // kCount channels.
@@ -64,52 +35,69 @@ __device__ __forceinline__ void store_row(
   }
 }
 
-// The end of the token stage: what needs sums over all channels of a row.
+// The end of the token stage: what needs sums over all channels of a row. A lane has kK / 32
+// channels of each of the warp's rows.
 template <int kK, int kV, DType kType>
 struct TokenRows {
   using Memory = TokenMemory<kK, kV>;
   using Channels = TokenChannels<kK, kV>;
+  static constexpr int kCount = kK / 32;
 
   const TokenBlock<kK, kV>& b;
   const Channels& channels;
 
-  // d_q or d_k: the gradient of the normalised rows, less its part along them. `dots`: of a lane.
-  __device__ __forceinline__ void finish_keys(
-      const KeptRows (&kept)[kK / kPass], const ChannelRows& dots, int norms_at, void* out
-  ) const {
+  // d_q (0) or d_k (1) from what the passes left in their place: the gradient of the normalised
+  // rows, less its part along them.
+  __device__ __forceinline__ void finish_keys(int which) const {
+    const KdaTokens& tokens = b.p.common.tokens;
+    const int first = channels.block * kBlockRows, col = channels.lane * kCount;
     const int64_t step = b.p.common.dims.H * kK;
-    uint16_t* to = static_cast<uint16_t*>(out) +
-                   b.result(channels.block * kBlockRows, b.h, b.p.common.dims.H, kK) +
-                   channels.lane;
-    const float dot = b.p.common.options.l2norm ? sum_spread(dots) : 0.0f;
-    float norm[kBlockRows], along[kBlockRows];
-    load_eight(norm, channels.of_rows(norms_at));
+    const int64_t raw_step = which == 0 ? tokens.q.stride[1] : tokens.k.stride[1];
+    const uint16_t* raw_from =
+        (which == 0 ? b.row_pointer(tokens.q, first, b.h) : b.row_pointer(tokens.k, first, b.h)) +
+        col;
+    uint16_t* out = static_cast<uint16_t*>(which == 0 ? b.p.d_q : b.p.d_k) +
+                    b.result(first, b.h, b.p.common.dims.H, kK) + col;
+    float grad[kBlockRows][kCount], raw[kBlockRows][kCount], dots[kBlockRows];
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) {
-      along[i] = __shfl_sync(kWarpMask, dot, i * (32 / kBlockRows)) * norm[i];
+      const int64_t at = i < channels.live ? i : 0;  // rows past the end: one that exists
+      load_floats<DType::kF16, kCount>(grad[i], out, at * step, true);
+      load_floats<kType, kCount>(raw[i], raw_from, at * raw_step, b.p.aligned_qk);
     }
-#pragma unroll 1
-    for (int pass = 0; pass < kK / kPass; ++pass) {
+    const uint32_t* words = b.template at<uint32_t>(Memory::kUnits) +
+                            (which * kBlocks + channels.block) * kPass + col % kPass;
+    float unit[kCount];
 #pragma unroll
-      for (int i = 0; i < kBlockRows; i += 2) {
-        const float2 raw = widen_pair(kept[pass].raw[i / 2], kType == DType::kBf16);
-        const uint32_t pair = pack_pair<kType>(
-            norm[i] * (kept[pass].grad[i] - raw.x * along[i]),
-            norm[i + 1] * (kept[pass].grad[i + 1] - raw.y * along[i + 1])
-        );
-        store_half_if(to + i * step, pair, i < channels.live);
-        store_half_if(to + (i + 1) * step, pair >> 16, i + 1 < channels.live);
+    for (int c = 0; c < kCount; ++c) {
+      unit[c] = __uint_as_float((words[c] >> (8 * (col / kPass)) & 0xffu) << 23);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      dots[i] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+        grad[i][c] *= unit[c];
+        dots[i] += grad[i][c] * raw[i][c];
       }
-      to += kPass;
+    }
+    const float dot = b.p.common.options.l2norm ? sum_spread(dots) : 0.0f;
+    float norm[kBlockRows];
+    load_eight(norm, channels.of_rows(which == 0 ? Memory::kQueryNorm : Memory::kKeyNorm));
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      const float along = __shfl_sync(kWarpMask, dot, i * (32 / kBlockRows)) * norm[i] * norm[i];
+      if (i < channels.live) {
+        store_row<kType, kCount>(out, i * step, grad[i], raw[i], norm[i], along);
+      }
     }
   }
 
   __device__ __forceinline__ void finish_beta() const {
-    const float term = sum_spread(channels.term);
     const int row = channels.block * kBlockRows + channels.lane / 4;
     if (channels.lane % 4 == 0 && row < b.rows) {
       const KdaView& view = b.p.common.tokens.beta;
-      float d_beta = term + b.template at<float>(Memory::kValueSums)[row];
+      float d_beta = channels.term + b.template at<float>(Memory::kValueSums)[row];
       const KdaBeta kind = b.p.common.options.beta;
       if (kind != KdaBeta::kActivated) {
         const float x = load_element(view.data, view.dtype, b.element(view, row, b.hv));
@@ -119,6 +107,17 @@ struct TokenRows {
       }
       const int64_t to = b.result(row, b.hv, b.p.common.dims.HV, 1);
       store_element(b.p.d_beta, view.dtype, to, d_beta);
+    }
+  }
+
+  // After the passes and a barrier.
+  __device__ __forceinline__ void finish() const {
+    finish_beta();
+    if (b.p.group_grads == nullptr && channels.live > 0) {
+#pragma unroll 1
+      for (int which = 0; which < 2; ++which) {
+        finish_keys(which);
+      }
     }
   }
 };

@@ -88,42 +88,40 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
 
   const int64_t state = b.state();
   TokenChannels<kK, kV> channels(b);
-  KeptRows kept_q[kK / kPass], kept_k[kK / kPass];
   channels.start_pass(0);
+  PassLoads<kK, kV> states;
+  states.load(b, state, 0);
 #pragma unroll 1
   for (int pass = 0; pass < kK / kPass; ++pass) {
-    {
-      PassLoads<kK, kV> states;
-      states.load(b, state, pass);
-      channels.load_pass(pass, kept_q[pass], kept_k[pass]);
-      states.store(b, state, pass);
-    }
+    states.store(b, state, pass);
+    channels.load_pass(pass);
     channels.make_operands();
     __syncthreads();
     if (pass > 0) {
       channels.store_gate_sums(pass - 1);
     }
     products.make_planes(pass * kPass, channels.decays());
-    if (pass + 1 < kK / kPass) {
+    const bool more = pass + 1 < kK / kPass;
+    if (more) {
       channels.start_pass(pass + 1);
     }
     __syncthreads();
     ChannelRows dG;
-    channels.finish_rows(kept_q[pass].grad, kept_k[pass].grad, dG);
-    if (p.group_grads != nullptr) {
-      channels.store_group_grads(0, kept_q[pass].grad);
-      channels.store_group_grads(1, kept_k[pass].grad);
+    {
+      ChannelRows dq, dk;
+      channels.finish_rows(dq, dk, dG);
+      channels.keep_grads(0, dq);
+      channels.keep_grads(1, dk);
+    }
+    if (more) {
+      states.load(b, state, pass + 1);
     }
     channels.finish_gate(dG);
   }
+  channels.store_units();
   __syncthreads();
   channels.store_gate_sums(kK / kPass - 1);
-  const TokenRows<kK, kV, kType> rows{b, channels};
-  rows.finish_beta();
-  if (p.group_grads == nullptr) {
-    rows.finish_keys(kept_q, channels.q_dot, Memory::kQueryNorm, p.d_q);
-    rows.finish_keys(kept_k, channels.k_dot, Memory::kKeyNorm, p.d_k);
-  }
+  TokenRows<kK, kV, kType>{b, channels}.finish();
   end_after_previous_kernel();
 }
 

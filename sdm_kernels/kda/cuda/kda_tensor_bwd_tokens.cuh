@@ -80,6 +80,8 @@ struct TokenMemory {
   static constexpr int kUMax = kWriteUnit + 32;                        // uint [4][2]
   static constexpr int kGradMax = kUMax + 32;                          // uint [4]
   static constexpr int kBytes = kGradMax + 16;
+  // Exponents of what the passes leave of q and k, a byte a pass: uint [2][8][32].
+  static constexpr int kUnits = kState;
   static_assert(kK != 128 || kV != 128 || kBytes <= 113 * 1024);
 
   // Element of a plane. Rows are permuted in pieces of 8 columns against bank conflicts.
