@@ -19,19 +19,18 @@ def module(sdm):
     [
         (227 * KIB, 2, 256),  # 9.0, 10.0
         (227 * KIB, 4, 256),
-        (163 * KIB, 2, 144),  # 8.0
+        (163 * KIB, 2, 256),  # 8.0
         (163 * KIB, 4, 256),
-        (99 * KIB, 2, 32),  # 8.6, 8.9, 12.0
+        (99 * KIB, 2, 48),  # 8.6, 8.9, 12.0
         (99 * KIB, 4, 48),
     ],
 )
 def test_limit_of_known_cards(module, shared_memory, element_size, limit):
     assert module.cuda_chunk_limit(shared_memory, element_size) == limit
-    # what the kernels ask for: one or two rows of 128 bytes' columns + 4 a token, the rows in flight
-    # and a note for each slot in flight
-    row = limit * (128 // element_size + 4) * 4
-    walk = 2 * row + 64 * KIB + 4 * 64 * 64
-    update = row + 64 * KIB + 8 * 64 * 48
+    # what the kernels ask for: two slices of halves and a scale a token, or one of floats; the rows in
+    # flight; for each slot in flight a note and a place
+    walk = 2 * limit * (128 + (4 if element_size == 2 else 0)) + 64 * KIB + 4 * 64 * (64 + 24)
+    update = limit * 128 // element_size * 4 + 32 * KIB + 4 * 64 * (48 + 24)
     assert max(walk, update) <= shared_memory
 
 

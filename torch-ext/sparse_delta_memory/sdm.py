@@ -387,12 +387,12 @@ _CUDA_MAX_CHUNK = 256
 def cuda_chunk_limit(shared_memory: int, element_size: int) -> int:
     """Return the most tokens of a chunk that a CUDA block holds, a multiple of 16 up to 256.
 
-    Two rows of float32 a token, of 64 columns for a 16-bit bank and 32 for float32, 8 more each to
-    keep clear of bank conflicts; 80 KiB for rows in flight (``slots_smem`` in sdm_slots.cuh asks for
-    a little less).
+    A slice of a row is 128 bytes. The backward walk asks for most: two slices a token, each with a
+    scale for a 16-bit bank, and 86 KiB for rows in flight and what belongs to them (``slots_smem``
+    in sdm_slots.cuh).
     """
-    columns = 128 // element_size + 8
-    tokens = (shared_memory - 80 * 1024) // (2 * columns * 4)
+    slice_bytes = 128 + (4 if element_size == 2 else 0)
+    tokens = (shared_memory - 86 * 1024) // (2 * slice_bytes)
     return max(16, min(tokens // 16 * 16, _CUDA_MAX_CHUNK))
 
 

@@ -43,31 +43,10 @@ cudaError_t launch_bank_copy(const BankCopy& p, DType dtype, bool aligned, cudaS
 }  // namespace
 
 cudaError_t launch_copy_bank(
-    DType dtype,
-    const SdmDims& dims,
-    const BankView& from,
-    const BankView& to,
-    cudaStream_t stream,
-    const SdmSequence* sequences,
-    const void* checkpoints,
-    int64_t first_chunk,
-    int64_t segment_chunks
+    DType dtype, const SdmDims& dims, const BankView& from, const BankView& to, cudaStream_t stream
 ) {
-  const BankCopy p{
-      from,
-      to,
-      dims.N,
-      dims.H,
-      dims.S,
-      dims.D,
-      sequences,
-      const_cast<void*>(checkpoints),
-      false,
-      first_chunk,
-      segment_chunks
-  };
-  const bool aligned = aligned_bank(from, dtype, dims.D) && aligned_bank(to, dtype, dims.D) &&
-                       reinterpret_cast<uintptr_t>(checkpoints) % 16 == 0;
+  const BankCopy p{from, to, dims.N, dims.H, dims.S, dims.D, nullptr, nullptr, 0, 1};
+  const bool aligned = aligned_bank(from, dtype, dims.D) && aligned_bank(to, dtype, dims.D);
   return launch_bank_copy(p, dtype, aligned, stream);
 }
 
@@ -82,17 +61,7 @@ cudaError_t launch_keep_bank(
     int64_t segment_chunks
 ) {
   const BankCopy p{
-      bank,
-      bank,
-      dims.N,
-      dims.H,
-      dims.S,
-      dims.D,
-      sequences,
-      checkpoints,
-      true,
-      chunk,
-      segment_chunks
+      bank, bank, dims.N, dims.H, dims.S, dims.D, sequences, checkpoints, chunk, segment_chunks
   };
   const bool aligned =
       aligned_bank(bank, dtype, dims.D) && reinterpret_cast<uintptr_t>(checkpoints) % 16 == 0;

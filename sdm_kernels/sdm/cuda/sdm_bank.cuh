@@ -15,11 +15,9 @@ constexpr int kBankBatch = 4;  // pieces of a thread in flight
 struct BankCopy {
   BankView from, to;
   int64_t N, H, S, D;
-  // replay: only sequences with more than first_chunk chunks, and in the place of `from` (or `to`)
-  // their checkpoint of that chunk, where it is not the first
-  const SdmSequence* sequences;  // null: all
+  // only sequences with more than first_chunk chunks, into their checkpoint of that chunk
+  const SdmSequence* sequences;  // null: all, into `to`
   void* checkpoints;
-  bool into_checkpoints;
   int64_t first_chunk, segment_chunks;
 };
 
@@ -56,7 +54,7 @@ __global__ void __launch_bounds__(kBankThreads) sdm_copy_bank_kernel(
   const int64_t step = static_cast<int64_t>(gridDim.x) * kBankThreads * kBankBatch;
   for (int64_t stream = blockIdx.y; stream < (shared ? p.H : p.N * p.H); stream += gridDim.y) {
     const int64_t head = stream % p.H, n = stream / p.H;
-    BankPart<const T> from{
+    const BankPart<const T> from{
         static_cast<const T*>(p.from.data) + n * p.from.stride[0] + head * p.from.stride[1],
         p.from.stride[2]
     };
@@ -67,16 +65,8 @@ __global__ void __launch_bounds__(kBankThreads) sdm_copy_bank_kernel(
       if (p.first_chunk >= p.sequences[n].num_chunks) {
         continue;
       }
-      if (p.first_chunk > 0) {
-        const int64_t index =
-            p.sequences[n].first_checkpoint + p.first_chunk / p.segment_chunks - 1;
-        T* bank = static_cast<T*>(p.checkpoints) + (index * p.H + head) * p.S * p.D;
-        if (p.into_checkpoints) {
-          to = {bank, p.D};
-        } else {
-          from = {bank, p.D};
-        }
-      }
+      const int64_t index = p.sequences[n].first_checkpoint + p.first_chunk / p.segment_chunks - 1;
+      to = {static_cast<T*>(p.checkpoints) + (index * p.H + head) * p.S * p.D, p.D};
     }
     for (int64_t at = static_cast<int64_t>(blockIdx.x) * kBankThreads * kBankBatch + threadIdx.x;
          at < total;

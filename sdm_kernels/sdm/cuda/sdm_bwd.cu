@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Backward of sparse delta memory on CUDA: segments of chunks from last to first; in each
-//! phase 1, with replay the row updates once more, chunk after chunk backwards, then the pair
+//! phase 1, with replay the rows that its chunks leave, chunk after chunk backwards, then the pair
 //! stage.
 
 #include "sdm_kernels/sdm/cuda/sdm_bwd_gather.cuh"
@@ -34,8 +34,7 @@ struct BwdMemory {
   ChunkMemory chunk;
   void* grad;  // [N, H, S, D] unless the result holds it
   // of a group of sequences
-  void* bank;         // replay: [N, H, S, D]
-  void* replay_rows;  // [N * H][segment][rows of a chunk][D]
+  void* replay_rows;  // [N * H][segment - 1][rows of a chunk][D]
   SdmSources sources;
   SdmDots dots;
   void* phase1;
@@ -53,12 +52,13 @@ cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* me
   const int64_t bank_elements = dims.H * dims.S * dims.D;
   memory->chunk = carve_chunk(carver, dims, group, false);
   const bool replay = p.saved.mode == SdmSave::kReplay;
-  memory->bank = replay ? carver->take(group.N * bank_elements * element) : nullptr;
   memory->grad = direct_gradient(p) ? nullptr : carver->take(dims.N * bank_elements * element);
   memory->replay_rows =
-      replay ? carver->take(num_q * rows_of_chunk(dims, dims.C) * dims.D * element) : nullptr;
+      replay ? carver->take((num_q - streams) * rows_of_chunk(dims, dims.C) * dims.D * element)
+             : nullptr;
   memory->sources.row = carver->take<int>(num_q * lanes_of_chunk(dims));
   memory->sources.written = carver->take<int>(streams * dims.S);
+  memory->sources.touched = carver->take<int>(streams * dims.S);
   const int64_t slices = num_slices(dims, p.bank_dtype);
   memory->dots.num_slices = slices;
   memory->dots.error_grad = carver->take<float>(slices * num_q * dims.C * dims.W);
@@ -76,15 +76,18 @@ cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* me
 }
 
 template <typename S, bool kAligned>
-cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t stream) {
+cudaError_t run_segment(SdmChunkParams p, CardLimits card, cudaStream_t stream) {
+  void (*const gather)(SdmChunkParams) = &sdm_bwd_gather_kernel<S, kAligned>;
+  SDM_RETURN_IF_ERROR(may_overlap(reinterpret_cast<const void*>(gather), &card.overlap));
   const auto update = [&](auto wide, const SdmChunkParams& shared, int64_t blocks, int64_t smem) {
     return launch_blocks(
         &sdm_update_kernel<S, kAligned, decltype(wide)::value, true>,
         shared,
         blocks,
-        kSlotThreads,
+        UpdateShape::kThreads,
         smem,
-        stream
+        stream,
+        card.overlap
     );
   };
   const auto walk = [&](auto wide, const SdmChunkParams& shared, int64_t blocks, int64_t smem) {
@@ -94,9 +97,10 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
                                        : &sdm_bwd_walk_kernel<S, kAligned, kWide, false>,
         shared,
         blocks,
-        kSlotThreads,
+        WalkShape::kThreads,
         smem,
-        stream
+        stream,
+        card.overlap
     );
   };
   if (p.saved.mode == SdmSave::kReplay) {
@@ -106,12 +110,7 @@ cudaError_t run_segment(SdmChunkParams p, const CardLimits& card, cudaStream_t s
   }
   for (p.k = p.window.chunks - 1; p.k >= 0; --p.k) {
     SDM_RETURN_IF_ERROR(launch_blocks(
-        &sdm_bwd_gather_kernel<S, kAligned>,
-        p,
-        gather_blocks(p.dims, p.num_slices),
-        kGatherThreads,
-        0,
-        stream
+        gather, p, gather_blocks(p.dims, p.num_slices), kGatherThreads, 0, stream, card.overlap
     ));
     SDM_RETURN_IF_ERROR((launch_solve_chunk<S, true>(p, card, stream)));
     SDM_RETURN_IF_ERROR((launch_slots<S, WalkShape>(p, 2 * p.records.Cp, card, walk)));
@@ -176,13 +175,10 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
       memory.chunk.sequences,
       stream
   ));
-  const BankView bank = replay ? contiguous_bank(memory.bank, dims) : base.bank;
   const BankView grad = contiguous_bank(direct_gradient(base) ? base.d_initial : memory.grad, dims);
-  if (base.d_final.data != nullptr) {
+  const bool zero_gradient = base.d_final.data == nullptr;  // and then a row's first touch sets it
+  if (!zero_gradient) {
     SDM_RETURN_IF_ERROR(launch_copy_bank(base.bank_dtype, dims, base.d_final, grad, stream));
-  } else {
-    const int64_t bytes = dims.N * bank_elements * element;
-    SDM_RETURN_IF_ERROR(cudaMemsetAsync(grad.data, 0, static_cast<size_t>(bytes), stream));
   }
 
   SdmChunkParams p{};
@@ -197,7 +193,7 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   p.x = memory.chunk.x;
   p.product = memory.product;
   p.num_slices = memory.dots.num_slices;
-  const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D) &&
+  const bool aligned = aligned_bank(base.bank, base.bank_dtype, dims.D) &&
                        aligned_bank(grad, base.bank_dtype, dims.D) &&
                        reinterpret_cast<uintptr_t>(base.saved.rows) % 16 == 0;
   p.token_vectors = aligned && aligned_tokens(base.d_out, dims.D);
@@ -207,33 +203,23 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   for (int64_t n = 0; n < dims.N; n += group) {
     p.dims.N = std::min(group, dims.N - n);
     p.sequences = memory.chunk.sequences + n;
-    p.bank = replay ? bank : bank_from(bank, n, base.bank_dtype);
+    p.bank = bank_from(base.bank, n, base.bank_dtype);
     p.grad = bank_from(grad, n, base.bank_dtype);
+    SDM_RETURN_IF_ERROR(launch_forget_touched(p.dims, memory.sources, stream));
     const SdmCudaInputs inputs{p.dims, base.tokens, base.bank_dtype, p.sequences};
     for (int64_t first = dims.T == 0 ? -1 : (most_chunks(dims) - 1) / step * step; first >= 0;
          first -= step) {
       // the window keeps its full length, as the workspace was laid out for it
       p.window = {first, step};
-      if (replay) {
-        SDM_RETURN_IF_ERROR(launch_copy_bank(
-            base.bank_dtype,
-            p.dims,
-            bank_from(base.bank, n, base.bank_dtype),
-            bank,
-            stream,
-            p.sequences,
-            base.saved.rows,
-            first,
-            base.saved.segment_chunks
-        ));
-      }
       SDM_RETURN_IF_ERROR(
           launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
       );
       SDM_RETURN_IF_ERROR(launch_sdm_merge(
           p.dims, p.window, p.sequences, p.records, base.bank_dtype, memory.product, stream
       ));
-      const SavedRowsLayout layout{replay, rows_of_chunk(dims, dims.C), base.saved.rows_per_head};
+      const SavedRowsLayout layout{
+          replay, zero_gradient, rows_of_chunk(dims, dims.C), base.saved.rows_per_head
+      };
       SDM_RETURN_IF_ERROR(launch_sdm_sources(
           p.dims,
           p.sequences,
@@ -260,6 +246,11 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
           memory.pairs,
           stream
       ));
+    }
+    if (zero_gradient) {
+      SDM_RETURN_IF_ERROR(
+          launch_clear_untouched(p.dims, memory.sources, p.grad.data, dims.D * element, stream)
+      );
     }
   }
   if (base.d_initial != nullptr && !direct_gradient(base)) {

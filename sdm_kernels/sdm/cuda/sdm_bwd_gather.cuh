@@ -10,21 +10,6 @@
 
 namespace sdm::cuda {
 
-// v[0..8) of eight lanes -> the sum over the lanes of v[lane].
-__device__ __forceinline__ float transpose_sum(float (&v)[kRowLanes], int lane) {
-#pragma unroll
-  for (int step = kRowLanes / 2; step > 0; step /= 2) {
-    const bool upper = (lane & step) != 0;
-#pragma unroll
-    for (int i = 0; i < step; ++i) {
-      const float send = upper ? v[i] : v[i + step];
-      const float keep = upper ? v[i + step] : v[i];
-      v[i] = keep + __shfl_xor_sync(0xffffffffu, send, step);
-    }
-  }
-  return v[0];
-}
-
 template <typename S, bool kAligned>
 __global__ void __launch_bounds__(kGatherThreads, 4) sdm_bwd_gather_kernel(
     const __grid_constant__ SdmChunkParams p
@@ -34,6 +19,7 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_bwd_gather_kernel(
   const GatherPlace at_place(p);
   const StreamChunk c(p, at_place.stream);
   if (!c.exists) {
+    wait_for_previous();
     return;
   }
   prefetch_matrices(p, c);
@@ -76,6 +62,7 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_bwd_gather_kernel(
     post[j] = __int_as_float(__shfl_sync(0xffffffffu, next.y, j, kRowLanes));
   };
   check(0);
+  wait_for_previous();
 #pragma unroll
   for (int j = 0; j < kRingDepth; ++j) {
     start(j);

@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_bwd_solve_kernel(
   const SolvePlace<kColumns> at(p);
   const StreamChunk c(p, at.stream);
   if (!c.exists) {
+    wait_for_previous();
     return;
   }
   const int64_t D = p.dims.D;
@@ -56,6 +57,7 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_bwd_solve_kernel(
     };
   };
   ring.start(steps_of(Task(0)), loader(Task(0)));
+  wait_for_previous();
   const Rows gathered(smem), dy(smem + Cp * kColumns);
   bool found = gathered.template load<kTerms>(
       float_rows(p.x),

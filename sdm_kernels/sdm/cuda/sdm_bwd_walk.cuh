@@ -4,33 +4,23 @@
 //! The gradient of the bank goes from the chunk's end to its start, and the dots <dv, M>, <dy, M>,
 //! <G, M> are taken with the bank's row as it was at the chunk's start, read where it is kept
 //! (sdm_sources.h). The gradient is kept in the bank's type: a touched row is rounded once a chunk.
-//! Bytes per chunk and stream: two rows read and one stored for every touched slot; 4.4 TB/s in
-//! pieces of 512 bytes, 3.7 in pieces of 128 on an H200.
+//! Bytes per chunk and stream: two rows read and one stored for every touched slot, one read where
+//! no later chunk touches it; 4.4 TB/s in pieces of 512 bytes, 3.7 in pieces of 128 on an H200.
 #pragma once
 
 #include "sdm_kernels/sdm/cuda/sdm_save.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_slots.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_sources.h"
 
 namespace sdm::cuda {
 
-// Sums of four values over eight lanes: v[0] of lanes 0 and 1, v[1] of lanes 2 and 3, and so on.
-__device__ __forceinline__ float four_sums(const float (&v)[4], int lane) {
-  constexpr unsigned kAll = 0xffffffffu;
-  const bool high = (lane & 4) != 0, odd = (lane & 2) != 0;
-  const float a = (high ? v[2] : v[0]) + __shfl_xor_sync(kAll, high ? v[0] : v[2], 4);
-  const float b = (high ? v[3] : v[1]) + __shfl_xor_sync(kAll, high ? v[1] : v[3], 4);
-  const float c = (odd ? b : a) + __shfl_xor_sync(kAll, odd ? a : b, 2);
-  return c + __shfl_xor_sync(kAll, c, 1);
-}
-
 struct WalkShape {
-  static constexpr int kAhead = kRingDepth / 2;  // slots in flight, two rows each
+  static constexpr int kThreads = 512;
+  static constexpr int kAhead = 4;
+  static constexpr int kRows = 2;
   static constexpr int kMore = 3;
-};
-
-struct Place {
-  int4 group;  // {slot, first entry, writes, reads}
-  int source;  // SdmSources
+  static constexpr int kWidest = 2;
+  static constexpr bool kHalves = true;
 };
 
 // Saved rows as the walk reads them: replayed, or the head's own.
@@ -66,118 +56,176 @@ __device__ __forceinline__ int64_t walk_row_bytes(SdmSave mode, int64_t D) {
 
 // kExact: rows were saved as they are, or are replayed.
 template <typename S, bool kAligned, int kWide, bool kExact>
-__global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
+__global__ void __launch_bounds__(WalkShape::kThreads, 1) sdm_bwd_walk_kernel(
     const __grid_constant__ SdmChunkParams p
 ) {
   extern __shared__ __align__(16) float smem[];
   const SlotShare share = SlotShare::of<kWide>(p);
   const StreamChunk c(p, share.stream);
   if (!c.exists) {
+    wait_for_previous();
     return;
   }
   const SdmRecords& r = p.records;
   const int num_tokens = static_cast<int>(c.place.num_tokens);
-  const LaneColumns at = lane_columns<S>(share.slice, p.dims.D);
-  // rows of dv, behind them those of dy
-  {
-    const auto dv_row = [&](int i) { return (c.q * p.dims.C + i) * p.dims.D; };
-    load_tokens<S, kWide>(float_rows(p.dots.d_v), dv_row, num_tokens, at, kAligned, smem);
-    const auto dy_row = [&](int i) { return view_row(p.d_out, c.place, i); };
-    load_tokens<S, kWide>(
-        p.d_out, dy_row, num_tokens, at, p.token_vectors, smem + r.Cp * kTokenStride<S, kWide>
-    );
-  }
-  __syncthreads();  // both are complete
-
-  const float* x = smem + threadIdx.x / kRowLanes % kWide * kSliceColumns<S>;
-  char* end_of_rows = reinterpret_cast<char*>(smem + 2 * r.Cp * kTokenStride<S, kWide>);
-  const SlotRing ring(end_of_rows);
+  LaneColumns at[kWide];
+  share.columns<S>(p.dims.D, at);
+  using Tokens = SlotTokens<S, WalkShape, kWide>;
+  const Tokens tokens(smem, 2 * r.Cp);  // dv, behind them dy
+  char* end_of_rows = reinterpret_cast<char*>(smem) + Tokens::bytes(2 * r.Cp);
+  using Ring = SlotRing<WalkShape, kWide>;
+  const Ring ring(end_of_rows);
   const int4* groups = r.group + c.q * r.n;
-  const int* sources = p.source_rows + c.q * r.n;
+  const int* codes = p.source_rows + c.q * r.n;
   const int4* entries = r.entry + c.q * r.n;
-  const bool inside = share.slice < p.num_slices;
-  const int64_t plane = ((inside ? share.slice : 0) * r.num_q + c.q) * r.n;
-  float* dot_row = p.dots.row + plane;
-  float* dot_decay = p.dots.decay + plane;
   const int written = r.group_count[c.q].x;
   const int count = r.group_count[c.q].y;
   const int64_t row_bytes = walk_row_bytes<S>(p.saved.mode, p.dims.D);
   const SdmSaved saved = walk_rows(p, c, row_bytes);
-  const S* bank = static_cast<const S*>(p.bank.data) + c.sequence * p.bank.stride[0] +
-                  c.head * p.bank.stride[1];
+  const StreamBank bank = p.saved.mode == SdmSave::kReplay
+                              ? bank_at_start<S>(p, c)
+                              : stream_bank<S>(p.bank, c.sequence, c.head);
   S* grad =
       static_cast<S*>(p.grad.data) + c.sequence * p.grad.stride[0] + c.head * p.grad.stride[1];
-  const LaneRows<S, kAligned> grads(grad, p.grad.stride[2], at);
-  const LaneRows<S, kAligned> at_end(bank, p.bank.stride[2], at);
-  const LaneRows<S, kAligned> kept(kExact ? saved.rows : nullptr, p.dims.D, at);
-  const NoteReader<kWide, WalkShape::kMore, false> reader(
-      end_of_rows + SlotRing::kBytes, r.head_weight + c.q * r.n, r.group_decay + c.q * r.n, entries
+  const LaneRows<S, kAligned> grads(grad, p.grad.stride[2], at[0]);
+  const LaneRows<S, kAligned> not_kept(bank.rows, bank.stride, at[0]);
+  const LaneRows<S, kAligned> kept(kExact ? saved.rows : nullptr, p.dims.D, at[0]);
+  const float* decays = r.group_decay + c.q * r.n;
+  const NoteReader<WalkShape, kWide, false> reader(
+      end_of_rows + Ring::kBytes, r.head_weight + c.q * r.n, entries
   );
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
   // rows of dy follow those of dv; entries count them from C
   const int C = static_cast<int>(p.dims.C);
   const int behind = r.Cp - C;
-  // lane 0 stores <G, M>, lanes 2 and 4 the dots of the first two entries
-  float* lane_dots = lane == 0 ? dot_decay : dot_row + lane / 4;
+  // Dots lie in the lanes as transpose_sum() leaves them: <G, M> of each slice, then those of the
+  // first two entries.
+  constexpr int kDots = 4 * kWide;
+  const int my_dot = lane * kDots / kRowLanes / kWide, my_slice = lane * kDots / kRowLanes % kWide;
+  const auto plane = [&](int slice) {
+    const bool inside = share.slice + slice < p.num_slices;
+    return ((inside ? share.slice + slice : 0) * r.num_q + c.q) * r.n;
+  };
+  const bool stores = lane * kDots % kRowLanes == 0 && share.slice + my_slice < p.num_slices;
+  float* lane_dots =
+      my_dot == 0 ? p.dots.decay + plane(my_slice) : p.dots.row + plane(my_slice) + my_dot - 1;
+  // one dot of each slice
+  const int its_slice = lane * kWide / kRowLanes;
+  const bool stores_one = lane * kWide % kRowLanes == 0 && share.slice + its_slice < p.num_slices;
+  float* one_dot = p.dots.row + plane(its_slice);
 
-  for_groups<WalkShape::kAhead, kWide>(
-      share.begin(p, count),
-      share.end(p, count),
-      [&](int g) { return Place{__ldg(groups + g), __ldg(sources + g)}; },
-      [&](int j, int g, bool valid, const Place& place) {
-        const int slot = place.group.x, source = place.source;
-        fetch_lane<S, kAligned>(ring, 2 * j, grads.at(slot), at.count, valid);
+  // downwards: the gather of gradients ended with high slots, the next begins with low ones
+  const auto group_at = [&](int i) { return (i < written ? written : written + count) - 1 - i; };
+  const PlaceReader<WalkShape> places(
+      end_of_rows + Ring::kBytes +
+          kSlotsAhead<WalkShape, kWide> * kSlotsAtOnce<WalkShape> *
+              sizeof(RowNote<WalkShape::kMore>),
+      groups,
+      decays,
+      codes
+  );
+  for_groups<WalkShape, kWide>(
+      share.part,
+      p.parts,
+      count,
+      places,
+      group_at,
+      [&](int j, int i, const SlotPlace& place) {
+        const int slot = place.group.x, source = source_row(place.code);
+        const bool zero = (place.code & kUntouchedBit) != 0;
+        const int at_ring = j * 2 * kWide;
+        fetch_slices<S, kAligned>(ring, at_ring, grads.at(slot), at, i < count && !zero);
         if (kExact || source < 0) {
-          const S* from = kExact && source >= 0 ? kept.at(source) : at_end.at(slot);
-          fetch_lane<S, kAligned>(ring, 2 * j + 1, from, at.count, valid);
+          const S* from = kExact && source >= 0 ? kept.at(source) : not_kept.at(slot);
+          fetch_slices<S, kAligned>(ring, at_ring + kWide, from, at, i < count);
         }
-        reader.start(j, g, valid, place.group, source);
       },
-      [&](int j, int g, bool valid) {
+      [&](int j, int i, const SlotPlace& place) {
+        reader.start(j, group_at(i), i < count, place, source_row(place.code));
+      },
+      [&]() {
+        tokens.template fill<WalkShape::kThreads>(
+            float_rows(p.dots.d_v),
+            [&](int i) { return (c.q * p.dims.C + i) * p.dims.D; },
+            num_tokens,
+            at,
+            kAligned,
+            0
+        );
+        tokens.template fill<WalkShape::kThreads>(
+            p.d_out,
+            [&](int i) { return view_row(p.d_out, c.place, i); },
+            num_tokens,
+            at,
+            p.token_vectors,
+            r.Cp
+        );
+        __syncthreads();  // both are complete
+      },
+      [&](int j, int i, const auto& refill) {
+        const bool valid = i < count;
         const auto& note = reader.note(j);
         const int4 head = valid ? note.head : make_int4(C, 0, 0, 0);
         const int4 group = note.group;
         const float decay = note.decay;
-        float grad_x[kVec<S>], m[kVec<S>];
-        unpack(fetched_piece<S>(ring, 2 * j), grad_x);
-        Piece<S> m_row = fetched_piece<S>(ring, 2 * j + 1);
-        if constexpr (!kExact) {
-          if (valid && note.source >= 0) {
-            m_row = load_saved_piece<S, kAligned>(saved, row_bytes, note.source, at);
+        Piece<S> g_row[kWide], m_row[kWide];
+#pragma unroll
+        for (int w = 0; w < kWide; ++w) {
+          g_row[w] = fetched_piece<S>(ring, j * 2 * kWide + w);
+          m_row[w] = fetched_piece<S>(ring, j * 2 * kWide + kWide + w);
+          if constexpr (!kExact) {
+            if (valid && note.source >= 0) {
+              m_row[w] = load_saved_piece<S, kAligned>(saved, row_bytes, note.source, at[w]);
+            }
           }
         }
-        unpack(m_row, m);
-        // <G, M>, and the dots of the first two entries
-        float dots[4] = {};
+        refill();
+        float grad_x[kWide][kVec<S>], m[kWide][kVec<S>];
+        float dots[kDots] = {};
 #pragma unroll
-        for (int c = 0; c < kVec<S>; ++c) {
-          dots[0] = fmaf(grad_x[c], m[c], dots[0]);
-          grad_x[c] *= decay;
+        for (int w = 0; w < kWide; ++w) {
+          unpack(g_row[w], grad_x[w]);
+          unpack(m_row[w], m[w]);
+#pragma unroll
+          for (int c = 0; c < kVec<S>; ++c) {
+            dots[w] = fmaf(grad_x[w][c], m[w][c], dots[w]);
+            grad_x[w][c] *= decay;
+          }
         }
         // a write takes dv with its weight turned round, a read dy
         const auto add = [&](bool write, int row, float weight, float* dot) {
-          float token[kVec<S>];
-          load_token<S>(x + (row + (write ? 0 : behind)) * kTokenStride<S, kWide>, token);
+          row += write ? 0 : behind;
           const float signed_weight = write ? -weight : weight;
 #pragma unroll
-          for (int c = 0; c < kVec<S>; ++c) {
-            grad_x[c] = fmaf(signed_weight, token[c], grad_x[c]);
-            *dot = fmaf(token[c], m[c], *dot);
+          for (int w = 0; w < kWide; ++w) {
+            float token[kVec<S>];
+            tokens.load(row, w, token);
+            const float scale = tokens.scale(row, w), factor = signed_weight * scale;
+            float part = 0.0f;
+#pragma unroll
+            for (int c = 0; c < kVec<S>; ++c) {
+              grad_x[w][c] = fmaf(factor, token[c], grad_x[w][c]);
+              part = fmaf(token[c], m[w][c], part);
+            }
+            dot[w] = part * scale;
           }
         };
         const bool second = (head.x & kSecondBit) != 0;
-        add((head.x & kOwnerBit) != 0, head.x & kRowMask, __int_as_float(head.y), &dots[1]);
+        add((head.x & kOwnerBit) != 0, head.x & kRowMask, __int_as_float(head.y), dots + kWide);
         if (second) {
-          add((head.z & kOwnerBit) != 0, head.z & kRowMask, __int_as_float(head.w), &dots[2]);
+          add(
+              (head.z & kOwnerBit) != 0, head.z & kRowMask, __int_as_float(head.w), dots + 2 * kWide
+          );
         }
-        const float sum = four_sums(dots, lane);
-        if (valid && inside && (lane == 2 || (lane == 0 && g < written) || (lane == 4 && second))) {
-          lane_dots[lane == 0 ? g : group.y] = sum;
+        const float sum = transpose_sum(dots, lane);
+        if (valid && stores &&
+            (my_dot == 1 || (my_dot == 0 && group.z > 0) || (my_dot == 2 && second))) {
+          lane_dots[my_dot == 0 ? group_at(i) : group.y] = sum;
         }
         const int count_here = (head.x & kMoreBit) != 0 ? group.z + group.w : 0;
 #pragma unroll 1
         for (int k = 2; __any_sync(0xffffffffu, k < count_here); ++k) {
-          float one[4] = {};
+          float one[kWide] = {};
           if (k < count_here) {
             int2 entry;
             if (k < 2 + WalkShape::kMore) {
@@ -186,15 +234,19 @@ __global__ void __launch_bounds__(kSlotThreads, 1) sdm_bwd_walk_kernel(
               const int4 e = __ldg(entries + group.y + k);
               entry = make_int2(e.x, e.y);
             }
-            add(k < group.z, entry.x & kRowMask, __int_as_float(entry.y), &one[0]);
+            add(k < group.z, entry.x & kRowMask, __int_as_float(entry.y), one);
           }
-          const float total = four_sums(one, lane);
-          if (inside && lane == 0 && k < count_here) {
-            dot_row[group.y + k] = total;
+          const float total = transpose_sum(one, lane);
+          if (stores_one && k < count_here) {
+            one_dot[group.y + k] = total;
           }
         }
         if (valid) {
-          store_lane<S, kAligned>(grads.at(group.x), at.count, pack<S>(grad_x));
+          S* to = grads.at(group.x);
+#pragma unroll
+          for (int w = 0; w < kWide; ++w) {
+            store_lane<S, kAligned>(to + w * kSliceColumns<S>, at[w].count, pack<S>(grad_x[w]));
+          }
         }
       }
   );

@@ -29,11 +29,11 @@ struct SdmChunkParams {
   SdmRecords records;
   const float* product;    // [q][Cp][Cp] qk * inverse (sdm_merge.h)
   FloatView v;             // forward
-  BankView bank;           // forward, replay: advanced in place; backward: at the end, read
+  BankView bank;           // forward: advanced in place; backward: at the end; replay: at the start
   void* out;               // forward: [B, T, H, D] in v's dtype
   float* errors;           // [B, T, H, D]; forward: written unless null; otherwise read
   SdmSaved saved;          // rows or checkpoints of the forward
-  void* replay_rows;       // replay: [N * H][window][rows of a chunk][D]
+  void* replay_rows;       // replay: [N * H][chunks of a window but the last][rows of a chunk][D]
   FloatView d_out;         // backward
   const int* source_rows;  // backward: SdmSources::row
   BankView grad;           // backward: gradient of the bank
@@ -45,6 +45,16 @@ struct SdmChunkParams {
   int parts;           // blocks that share the slots (update, walk) or none
   bool token_vectors;  // v and out (or d_out and d_v) rows are on 16-byte boundaries
 };
+
+// A launch that may overlap the one before it (launch_blocks): its blocks come in as those of the
+// other go, and wait here until all of them are done and what they wrote can be seen. Every block
+// must pass here. Before that it may read only what older launches have written: records.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // The chunk of a stream.
 struct StreamChunk {

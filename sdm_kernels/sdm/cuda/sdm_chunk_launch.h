@@ -10,7 +10,9 @@
 namespace sdm::cuda {
 
 template <int kTerms, int kColumns, bool kBackward>
-cudaError_t launch_solve_columns(const SdmChunkParams& p, cudaStream_t stream) {
+cudaError_t launch_solve_columns(
+    const SdmChunkParams& p, const CardLimits& card, cudaStream_t stream
+) {
   const int64_t blocks = p.dims.N * p.dims.H * ceil_div(p.dims.D, kColumns);
   if constexpr (kBackward) {
     return launch_blocks(
@@ -19,7 +21,8 @@ cudaError_t launch_solve_columns(const SdmChunkParams& p, cudaStream_t stream) {
         blocks,
         kSolveThreads,
         bwd_solve_smem<kColumns>(p.records.Cp),
-        stream
+        stream,
+        card.overlap
     );
   } else {
     return launch_blocks(
@@ -28,7 +31,8 @@ cudaError_t launch_solve_columns(const SdmChunkParams& p, cudaStream_t stream) {
         blocks,
         kSolveThreads,
         fwd_solve_smem<kColumns>(p.records.Cp),
-        stream
+        stream,
+        card.overlap
     );
   }
 }
@@ -43,32 +47,28 @@ cudaError_t launch_solve_chunk(
     return p.dims.N * p.dims.H * ceil_div(p.dims.D, columns) * 4 >= 3 * card.processors;
   };
   if (enough(64) && bwd_solve_smem<64>(p.records.Cp) <= card.shared_memory) {
-    return launch_solve_columns<kTerms, 64, kBackward>(p, stream);
+    return launch_solve_columns<kTerms, 64, kBackward>(p, card, stream);
   }
   if (enough(32)) {
-    return launch_solve_columns<kTerms, 32, kBackward>(p, stream);
+    return launch_solve_columns<kTerms, 32, kBackward>(p, card, stream);
   }
-  return launch_solve_columns<kTerms, 16, kBackward>(p, stream);
+  return launch_solve_columns<kTerms, 16, kBackward>(p, card, stream);
 }
 
-// Two slices a block, for longer runs of a row, where there are two and their rows fit. Calls
-// f(width, parameters with their parts, blocks, bytes of shared memory), width an integral
-// constant.
-template <typename S, typename Shape, typename F>
+// As many slices a block as there are and fit, for longer runs of a row: kWidest or a smaller power
+// of two. Calls f(width, parameters with their parts, blocks, bytes of shared memory), width an
+// integral constant.
+template <typename S, typename Shape, int kWide = Shape::kWidest, typename F>
 cudaError_t launch_slots(SdmChunkParams p, int64_t token_rows, const CardLimits& card, const F& f) {
-  const int64_t streams = p.dims.N * p.dims.H;
-  if (p.num_slices >= 2 && slots_smem<S, 2, Shape>(token_rows) <= card.shared_memory) {
-    const int64_t blocks = streams * ceil_div(p.num_slices, 2);
-    p.parts = parts_of(blocks, card);
-    return f(
-        std::integral_constant<int, 2>(), p, blocks * p.parts, slots_smem<S, 2, Shape>(token_rows)
-    );
+  const int64_t smem = slots_smem<S, kWide, Shape>(token_rows);
+  if constexpr (kWide > 1) {
+    if (p.num_slices < kWide || smem > card.shared_memory) {
+      return launch_slots<S, Shape, kWide / 2>(p, token_rows, card, f);
+    }
   }
-  const int64_t blocks = streams * p.num_slices;
+  const int64_t blocks = p.dims.N * p.dims.H * ceil_div(p.num_slices, kWide);
   p.parts = parts_of(blocks, card);
-  return f(
-      std::integral_constant<int, 1>(), p, blocks * p.parts, slots_smem<S, 1, Shape>(token_rows)
-  );
+  return f(std::integral_constant<int, kWide>(), p, blocks * p.parts, smem);
 }
 
 }  // namespace sdm::cuda

@@ -54,6 +54,7 @@ inline int64_t num_slices(const SdmDims& dims, DType bank) {
 struct CardLimits {
   int processors;
   int shared_memory;  // most a block may have
+  bool overlap;       // launches may overlap the one before them
 };
 
 inline cudaError_t card_limits(CardLimits* limits) {
@@ -67,6 +68,7 @@ inline cudaError_t card_limits(CardLimits* limits) {
         &limits->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device
     );
   }
+  limits->overlap = false;
   return error;
 }
 
@@ -129,7 +131,16 @@ inline bool aligned_tokens(const FloatView& view, int64_t D) {
          view.stride[1] % vec == 0 && view.stride[2] % vec == 0 && D % 8 == 0;
 }
 
-// One block of a kernel for each of `blocks`.
+// Whether a kernel was compiled with the instruction that makes it wait (wait_for_previous()).
+inline cudaError_t may_overlap(const void* kernel, bool* overlap) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  *overlap = error == cudaSuccess && attributes.ptxVersion >= 90;
+  return error;
+}
+
+// One block of a kernel for each of `blocks`. `overlap`: blocks may come in before the launch
+// before it in the stream has ended.
 template <typename Params>
 cudaError_t launch_blocks(
     void (*kernel)(Params),
@@ -137,7 +148,8 @@ cudaError_t launch_blocks(
     int64_t blocks,
     int threads,
     int64_t smem,
-    cudaStream_t stream
+    cudaStream_t stream,
+    bool overlap = false
 ) {
   if (blocks > INT32_MAX) {
     return cudaErrorInvalidValue;
@@ -149,6 +161,19 @@ cudaError_t launch_blocks(
     if (error != cudaSuccess) {
       return error;
     }
+  }
+  if (overlap) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(smem);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, params);
   }
   kernel<<<static_cast<unsigned>(blocks), threads, static_cast<size_t>(smem), stream>>>(params);
   return cudaGetLastError();
@@ -178,15 +203,7 @@ cudaError_t dispatch_bank(DType dtype, F&& f) {
   } while (false)
 
 cudaError_t launch_copy_bank(
-    DType dtype,
-    const SdmDims& dims,
-    const BankView& from,
-    const BankView& to,
-    cudaStream_t stream,
-    const SdmSequence* sequences = nullptr,
-    const void* checkpoints = nullptr,
-    int64_t first_chunk = 0,
-    int64_t segment_chunks = 1
+    DType dtype, const SdmDims& dims, const BankView& from, const BankView& to, cudaStream_t stream
 );
 
 // The bank at the start of `chunk`, a multiple of segment_chunks above 0, into the checkpoints of

@@ -118,7 +118,7 @@ cudaError_t run_chunk(const SdmChunkParams& p, const CardLimits& card, cudaStrea
             &sdm_update_kernel<S, kAligned, decltype(wide)::value, false>,
             shared,
             blocks,
-            kSlotThreads,
+            UpdateShape::kThreads,
             smem,
             stream
         );

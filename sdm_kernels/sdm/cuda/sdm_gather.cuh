@@ -104,6 +104,7 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
   const GatherPlace at_place(p, shape);
   const StreamChunk c(p, at_place.stream);
   if (!c.exists) {
+    wait_for_previous();
     return;
   }
   prefetch_matrices(p, c);
@@ -146,6 +147,7 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
   GatherRing::close();
   GatherRing::wait<0>();
   __syncwarp();  // records of the first two rounds
+  wait_for_previous();
 #pragma unroll
   for (int j = 0; j < kRingDepth; ++j) {
     start(j, record_memory[0][group]);

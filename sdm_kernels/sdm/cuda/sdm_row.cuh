@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Pieces of bank rows, and rows of tokens in shared memory.
+//! @file Pieces of bank rows, and columns of token tensors.
 //!
 //! Eight lanes hold one row of a slice, 16 bytes each: 64 columns of a 16-bit bank, 32 of a float32
 //! one, 128 bytes of memory. A warp works on four rows at a time, a lane on kVec columns of its
@@ -185,30 +185,25 @@ __device__ __forceinline__ Piece<S> pack(const float (&x)[kVec<S>]) {
   return piece;
 }
 
-// Token rows in shared memory. A lane's columns are cut into fours that lie 32 floats apart, so
-// that eight lanes reading their fours touch 128 consecutive bytes. The products treat columns
-// alike and never see the order.
-template <typename S>
-__device__ __forceinline__ void load_token(const float* row, float (&x)[kVec<S>]) {
-  const int lane = threadIdx.x % kRowLanes;
+// v[0..kCount) of eight lanes -> the sum over the lanes of v[lane * kCount / 8].
+template <int kCount>
+__device__ __forceinline__ float transpose_sum(float (&v)[kCount], int lane) {
+  int count = kCount;
 #pragma unroll
-  for (int part = 0; part < kVec<S> / 4; ++part) {
-    const float4 four = *reinterpret_cast<const float4*>(row + part * 32 + lane * 4);
-    x[part * 4] = four.x;
-    x[part * 4 + 1] = four.y;
-    x[part * 4 + 2] = four.z;
-    x[part * 4 + 3] = four.w;
-  }
-}
-
-template <typename S>
-__device__ __forceinline__ void store_token(float* row, const float (&x)[kVec<S>]) {
-  const int lane = threadIdx.x % kRowLanes;
+  for (int step = kRowLanes / 2; step > 0; step /= 2) {
+    const bool upper = (lane & step) != 0;
+    count /= 2;
 #pragma unroll
-  for (int part = 0; part < kVec<S> / 4; ++part) {
-    *reinterpret_cast<float4*>(row + part * 32 + lane * 4) =
-        make_float4(x[part * 4], x[part * 4 + 1], x[part * 4 + 2], x[part * 4 + 3]);
+    for (int i = 0; i < count; ++i) {
+      const float send = upper ? v[i] : v[i + count];
+      const float keep = upper ? v[i + count] : v[i];
+      v[i] = keep + __shfl_xor_sync(0xffffffffu, send, step);
+    }
+    if (count == 0) {
+      v[0] += __shfl_xor_sync(0xffffffffu, v[0], step);
+    }
   }
+  return v[0];
 }
 
 // Columns of a tensor of any float type at data + offset, zero outside the bank. All loads are

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Where the backward finds the rows of the bank as they were at the start of a chunk.
 //!
-//! Every chunk keeps the rows that it writes as they were before (a replay: but for the last chunk,
-//! before which its bank stops). So a row at the start of chunk k is the one kept by the first
-//! chunk from k on that writes its slot, or that of the bank at the end. One pass over the chunks
-//! from last to first with a table of the rows kept so far tells which: 4 bytes a group to write
-//! and 4 in the table, instead of a copy of the bank that is taken back chunk by chunk, 2 KB a
-//! written row.
+//! Rows modes: every chunk keeps the rows that it writes as they were before. So a row at the start
+//! of chunk k is the one kept by the first chunk from k on that writes its slot, or that of the
+//! bank at the end: one pass over the chunks from last to first with a table of the rows kept so
+//! far. Replay: every chunk of the window but the last leaves the rows that it writes in a log. So
+//! the row is the one left by the last chunk before k that writes the slot, or that of the bank at
+//! the window's start: one pass from first to last. The table costs 4 bytes a group to write and 4
+//! to read, instead of a copy of the bank that chunks advance or take back, 2 KB a row.
+//!
+//! The pass from last to first also finds whether a later chunk touches a slot. If none does, the
+//! gradient of its row is still zero and is not read; if none of the window does, a replay need not
+//! make the row.
 //!
 //! A block owns a range of a stream's slots, so that blocks need not meet; the groups of a range
 //! are found by bisection, since both kinds of groups are sorted by slot.
@@ -44,68 +49,149 @@ __device__ int lower_bound(const int4* groups, int begin, int end, int64_t slot)
   return begin;
 }
 
+// The chunks of a stream in the window, one after the other: work(k, q, bounds) with the bounds of
+// the block's written groups and its others.
+template <bool kUpwards, typename Work>
+__device__ __forceinline__ void for_chunks(
+    const SourcesParams& p, int64_t stream, int64_t range, int (*bounds)[4], const Work& work
+) {
+  const int64_t head = stream % p.dims.H;
+  const int64_t n = stream / p.dims.H;
+  const int64_t first_slot = p.dims.S * range / p.ranges;
+  const int64_t end_slot = p.dims.S * (range + 1) / p.ranges;
+  const int64_t rest = p.sequences[n].num_chunks - p.window.first_chunk;
+  const int64_t chunks = rest < p.window.chunks ? rest : p.window.chunks;
+  const auto record = [&](int64_t k) { return (n * p.window.chunks + k) * p.dims.H + head; };
+  for (int64_t done = 0; done < chunks; done += kBatch) {
+    const int64_t batch = chunks - done < kBatch ? chunks - done : kBatch;
+    const int64_t first = kUpwards ? done : chunks - done - batch;
+    // a bisection waits for one load after the other: all those of a batch at once
+    const int64_t own = threadIdx.x / 4;
+    if (own < batch) {
+      const int64_t q = record(first + own);
+      const int2 count = p.records.group_count[q];
+      const bool other = threadIdx.x % 4 >= 2;
+      bounds[own][threadIdx.x % 4] = lower_bound(
+          p.records.group + q * p.records.n,
+          other ? count.x : 0,
+          other ? count.y : count.x,
+          threadIdx.x % 2 == 0 ? first_slot : end_slot
+      );
+    }
+    __syncthreads();  // bounds
+    for (int64_t i = 0; i < batch; ++i) {
+      const int64_t of_batch = kUpwards ? i : batch - 1 - i;
+      work(first + of_batch, record(first + of_batch), bounds[of_batch]);
+      __syncthreads();  // tables are as this chunk leaves them; bounds may be overwritten
+    }
+  }
+}
+
+// Calls f(g, written) for this thread's groups.
+template <typename F>
+__device__ __forceinline__ void for_own_groups(const int (&bound)[4], const F& f) {
+  for (int g = bound[0] + static_cast<int>(threadIdx.x); g < bound[1]; g += kThreads) {
+    f(g, true);
+  }
+  for (int g = bound[2] + static_cast<int>(threadIdx.x); g < bound[3]; g += kThreads) {
+    f(g, false);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
     const __grid_constant__ SourcesParams p
 ) {
   const int64_t stream = blockIdx.x / p.ranges;
   const int64_t range = blockIdx.x % p.ranges;
-  const int64_t head = stream % p.dims.H;
-  const int64_t n = stream / p.dims.H;
-  const SdmSequence& sequence = p.sequences[n];
-  const int64_t first_slot = p.dims.S * range / p.ranges;
-  const int64_t end_slot = p.dims.S * (range + 1) / p.ranges;
+  const SdmSequence& sequence = p.sequences[stream / p.dims.H];
   int* written = p.sources.written + stream * p.dims.S;
+  int* touched = p.sources.touched + stream * p.dims.S;
   __shared__ int bounds[kBatch][4];  // of a chunk: written groups, other groups
-  for (int64_t first = (p.window.chunks - 1) / kBatch * kBatch; first >= 0; first -= kBatch) {
-    // a bisection waits for one load after the other: all those of a batch at once
-    {
-      const int64_t k = first + threadIdx.x / 4;
-      if (k < p.window.chunks && p.window.first_chunk + k < sequence.num_chunks) {
-        const int64_t q = (n * p.window.chunks + k) * p.dims.H + head;
-        const int2 count = p.records.group_count[q];
-        const bool other = threadIdx.x % 4 >= 2;
-        bounds[threadIdx.x / 4][threadIdx.x % 4] = lower_bound(
-            p.records.group + q * p.records.n,
-            other ? count.x : 0,
-            other ? count.y : count.x,
-            threadIdx.x % 2 == 0 ? first_slot : end_slot
-        );
-      }
-    }
-    __syncthreads();  // bounds
-    const int64_t end = first + kBatch < p.window.chunks ? first + kBatch : p.window.chunks;
-    for (int64_t k = end - 1; k >= first; --k) {
-      const int64_t chunk = p.window.first_chunk + k;
-      if (chunk >= sequence.num_chunks) {
-        continue;
-      }
-      const int64_t q = (n * p.window.chunks + k) * p.dims.H + head;
+  if (p.layout.replay) {
+    const auto work = [&](int64_t k, int64_t q, const int (&bound)[4]) {
       const int4* groups = p.records.group + q * p.records.n;
-      int* rows = p.sources.row + q * p.records.n;
-      const int* bound = bounds[k - first];
-      for (int g = bound[2] + static_cast<int>(threadIdx.x); g < bound[3]; g += kThreads) {
-        rows[g] = written[groups[g].x];
-      }
-      const int64_t first_row = p.layout.replay ? (stream * p.window.chunks + k) * p.layout.reserved
-                                                : sequence.first_row + chunk * p.layout.reserved;
-      // a replayed window keeps no rows of its last chunk: the bank has them
-      const bool kept = !p.layout.replay || !is_last_chunk(sequence, p.window, k);
-      for (int g = bound[0] + static_cast<int>(threadIdx.x); g < bound[1]; g += kThreads) {
-        if (!kept) {
-          rows[g] = -1;
-          continue;
+      int* codes = p.sources.row + q * p.records.n;
+      const bool logged = !is_last_chunk(sequence, p.window, k);
+      const int64_t first_row = (stream * (p.window.chunks - 1) + k) * p.layout.reserved;
+      for_own_groups(bound, [&](int g, bool writes) {
+        const int slot = groups[g].x;  // in no other group of this chunk
+        codes[g] = written[slot] + 1;
+        if (writes && logged) {
+          written[slot] = static_cast<int>(first_row + g);
         }
-        const int slot = groups[g].x;
-        const int row = static_cast<int>(first_row + g);
-        rows[g] = row;
-        written[slot] = row;  // its slot is in no other group of this chunk
+      });
+    };
+    for_chunks<true>(p, stream, range, bounds, work);
+  }
+  const int64_t end = p.window.first_chunk + p.window.chunks;
+  const auto work = [&](int64_t k, int64_t q, const int (&bound)[4]) {
+    const int4* groups = p.records.group + q * p.records.n;
+    int* codes = p.sources.row + q * p.records.n;
+    const int64_t chunk = p.window.first_chunk + k;
+    const int64_t first_row = sequence.first_row + chunk * p.layout.reserved;
+    for_own_groups(bound, [&](int g, bool writes) {
+      const int4 group = groups[g];
+      const int slot = group.x, later = touched[slot];
+      touched[slot] = static_cast<int>(chunk);
+      int code;
+      if (p.layout.replay) {
+        code = codes[g] | (later < end ? kReadLaterBit : 0);
+      } else if (writes) {
+        code = static_cast<int>(first_row + g + 1);
+        written[slot] = code - 1;
+      } else {
+        code = written[slot] + 1;
       }
-      __syncthreads();  // the table is as this chunk leaves it; bounds may be overwritten
+      if (p.layout.zero_gradient && later == kNeverTouched) {
+        code |= kUntouchedBit;
+        for (int e = 0; e < group.z; ++e) {
+          const int lane = p.records.entry[q * p.records.n + group.y + e].w & kLaneMask;
+          p.records.write_post[q * p.dims.C * p.dims.W + lane].x = -1;
+        }
+      }
+      codes[g] = code;
+    });
+  };
+  for_chunks<false>(p, stream, range, bounds, work);
+}
+
+// A warp a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) sdm_clear_untouched_kernel(
+    const int* touched, int64_t rows, int64_t pieces, T* bank
+) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+       row < rows;
+       row += step) {
+    if (touched[row] == kNeverTouched) {
+      for (int64_t i = threadIdx.x % 32; i < pieces; i += 32) {
+        bank[row * pieces + i] = T{};
+      }
     }
   }
 }
 
+template <typename T>
+cudaError_t launch_clear(
+    const int* touched, int64_t rows, int64_t row_bytes, void* bank, cudaStream_t stream
+) {
+  constexpr int64_t kMostBlocks = 1 << 14;
+  const int64_t blocks = std::clamp<int64_t>(rows / (kThreads / 32), 1, kMostBlocks);
+  sdm_clear_untouched_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+      touched, rows, row_bytes / static_cast<int64_t>(sizeof(T)), static_cast<T*>(bank)
+  );
+  return cudaGetLastError();
+}
+
 }  // namespace
+
+cudaError_t launch_forget_touched(
+    const SdmDims& dims, const SdmSources& sources, cudaStream_t stream
+) {
+  const size_t bytes = static_cast<size_t>(dims.N * dims.H * dims.S) * sizeof(int);
+  return cudaMemsetAsync(sources.touched, 0x7f, bytes, stream);
+}
 
 cudaError_t launch_sdm_sources(
     const SdmDims& dims,
@@ -119,10 +205,10 @@ cudaError_t launch_sdm_sources(
 ) {
   const int64_t streams = dims.N * dims.H;
   const int64_t rows =
-      layout.replay ? streams * window.chunks * layout.reserved : layout.rows_per_head;
+      layout.replay ? streams * (window.chunks - 1) * layout.reserved : layout.rows_per_head;
   // small ranges fill the card with few streams, but leave each thread a group or two a chunk
   const int64_t ranges = std::clamp<int64_t>(dims.S / (2 * kThreads), 1, 64);
-  if (rows > INT32_MAX || streams * ranges > INT32_MAX) {
+  if (rows > kSourceMask - 1 || streams * ranges > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
   if (restart) {
@@ -137,6 +223,20 @@ cudaError_t launch_sdm_sources(
   };
   sdm_sources_kernel<<<static_cast<unsigned>(streams * ranges), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+cudaError_t launch_clear_untouched(
+    const SdmDims& dims,
+    const SdmSources& sources,
+    void* bank,
+    int64_t row_bytes,
+    cudaStream_t stream
+) {
+  const int64_t rows = dims.N * dims.H * dims.S;
+  if (reinterpret_cast<uintptr_t>(bank) % 16 == 0 && row_bytes % 16 == 0) {
+    return launch_clear<uint4>(sources.touched, rows, row_bytes, bank, stream);
+  }
+  return launch_clear<uint16_t>(sources.touched, rows, row_bytes, bank, stream);
 }
 
 }  // namespace sdm::cuda
