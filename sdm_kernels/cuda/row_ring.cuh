@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "sdm_kernels/cuda/async_copy.cuh"
+
 namespace sdm::cuda {
 
 template <int kDepth, int kThreads>
@@ -21,10 +23,7 @@ struct RowRing {
 
   // Starts a copy of 16 bytes through L2 into a slot; zeroes when `valid` is false.
   __device__ __forceinline__ void issue(int slot, const void* from, bool valid) const {
-    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(slots + slot * kThreads));
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-                 : "memory");
+    start_copy<16>(slots + slot * kThreads, from, valid);
   }
 
   // Puts a piece that is at hand, for layouts that the copy engine cannot serve.
@@ -33,14 +32,12 @@ struct RowRing {
   }
 
   // Closes the copies since the last close.
-  __device__ __forceinline__ static void close() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
+  __device__ __forceinline__ static void close() { close_copies(); }
 
   // Waits until at most kPending groups are in flight.
   template <int kPending>
   __device__ __forceinline__ static void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+    wait_for_copies<kPending>();
   }
 
   __device__ __forceinline__ uint4 get(int slot) const { return slots[slot * kThreads]; }

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "sdm_kernels/common/dtype.h"
+#include "sdm_kernels/cuda/async_copy.cuh"
 
 namespace sdm::kda::plain {
 
@@ -17,23 +18,9 @@ __device__ __forceinline__ float* shared_floats() {
   return reinterpret_cast<float*>(kda_plain_shared);
 }
 
-// Starts a copy of 16 bytes into shared memory; zeroes when `valid` is false.
-__device__ __forceinline__ void copy_async(float* to, const float* from, bool valid) {
-  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_async_close() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most kPending closed groups are in flight.
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
+using sdm::cuda::close_copies;
+using sdm::cuda::start_copy;
+using sdm::cuda::wait_for_copies;
 
 __device__ __forceinline__ float widen(float x) {
   return x;

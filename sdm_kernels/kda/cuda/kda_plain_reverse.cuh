@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_reverse_stage(
   copy_floats(s.scores(stage), records.scores + slot * kScores, kScores);
   copy_floats(s.gamma(stage), records.gamma + slot * K, K);
   copy_floats(s.beta(stage), records.beta + slot * kTile, kTile);
-  copy_async_close();
+  close_copies();
 }
 
 template <int kLanes>
@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(kThreads, kLanes == 4 ? 2 : 3) kda_plain_rever
     const bool more = tile > work.first_tile;
     if (Shared::kStages == 2 && more) {
       load_reverse_stage<kLanes>(p, work, tile - 1, 1 - stage);
-      copy_async_wait<1>();
+      wait_for_copies<1>();
     } else {
-      copy_async_wait<0>();
+      wait_for_copies<0>();
     }
     __syncthreads();  // the tile is there
     if (more) {

@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_forward_stage(
   copy_floats(s.gamma(stage), records.gamma + slot * K, K);
   copy_floats(s.beta(stage), records.beta + slot * kTile, kTile);
   copy_slice<ScanShape<kLanes>::kSlice>(s.u(stage), records.u + slot * kTile * V, work.slice, V);
-  copy_async_close();
+  close_copies();
 }
 
 template <int kLanes>
@@ -228,9 +228,9 @@ __global__ void __launch_bounds__(kThreads, kLanes == 4 ? 2 : 3) kda_plain_forwa
     const bool more = tile + 1 < work.end_tile;
     if (Shared::kStages == 2 && more) {
       load_forward_stage<kLanes>(p, work, tile + 1, 1 - stage);
-      copy_async_wait<1>();
+      wait_for_copies<1>();
     } else {
-      copy_async_wait<0>();
+      wait_for_copies<0>();
     }
     __syncthreads();  // the tile is there
     if (p.keep) {

@@ -210,7 +210,7 @@ __device__ __forceinline__ void copy_rows(float* to, const float* from, int64_t 
   for (int e = static_cast<int>(threadIdx.x); e < kTile * kPieces; e += kThreads) {
     const int row = e / kPieces, c = e % kPieces * 4;
     if (c < K) {
-      copy_async(to + row * kKeys + c, from + row * K + c, true);
+      start_copy<16>(to + row * kKeys + c, from + row * K + c, true);
     }
   }
 }
@@ -224,13 +224,13 @@ __device__ __forceinline__ void copy_slice(float* to, const float* from, int64_t
     const int row = e / kPieces, c = e % kPieces * 4;
     const int64_t column = slice * kSlice + c;
     const bool valid = column < V;
-    copy_async(to + row * kSlice + c, valid ? from + row * V + column : from, valid);
+    start_copy<16>(to + row * kSlice + c, valid ? from + row * V + column : from, valid);
   }
 }
 
 __device__ __forceinline__ void copy_floats(float* to, const float* from, int64_t count) {
   for (int64_t e = 4 * static_cast<int64_t>(threadIdx.x); e < count; e += 4 * kThreads) {
-    copy_async(to + e, from + e, true);
+    start_copy<16>(to + e, from + e, true);
   }
 }
 

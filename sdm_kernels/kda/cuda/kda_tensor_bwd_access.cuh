@@ -67,12 +67,4 @@ __device__ __forceinline__ void store_halves(uint32_t low_to, uint32_t high_to, 
   );
 }
 
-// 16 bytes to shared memory; see copy_async().
-__device__ __forceinline__ void copy_or_zero(uint32_t to, const uint16_t* from, bool live) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-               "l"(from),
-               "r"(live ? 16 : 0)
-               : "memory");
-}
-
 }  // namespace sdm::kda::cuda

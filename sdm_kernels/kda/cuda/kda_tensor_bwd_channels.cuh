@@ -59,7 +59,7 @@ struct TokenChannels {
       int tile, const KdaView& view, int64_t head, int number
   ) const {
     const int row = block * kBlockRows + lane / 4, col = lane % 4 * 8;
-    copy_or_zero(
+    start_copy<16>(
         b.base + static_cast<uint32_t>(tile + Keys::at(row, col)),
         b.row_pointer(view, row, head) + number * kPass + col,
         row < b.rows
@@ -118,7 +118,7 @@ struct TokenChannels {
   // The pass's elements of g (as p), q and k.
   __device__ __forceinline__ void load_pass(int number) {
     pass = number;
-    wait_copies<0>();
+    wait_for_copies<0>();
     __syncwarp();
     const KdaTokens& tokens = b.p.common.tokens;
     load(p, Memory::kXk, b.p.aligned_g, tokens.g, b.hv);

@@ -20,17 +20,17 @@ __device__ __forceinline__ void start_copies(const TokenBlock<kK, kV>& b) {
   const uint32_t to = b.base + static_cast<uint32_t>(tid * 16);
 #pragma unroll
   for (int i = 0; i < Record::kTileBytes; i += kTokenThreads * 16) {
-    copy_async(to + Memory::kWork + i, from + Record::kKd + i);
+    start_copy<16>(to + Memory::kWork + i, from + Record::kKd + i);
   }
 #pragma unroll
   for (int i = 0; i < kPanelBytes; i += kTokenThreads * 16) {
-    copy_async(to + Memory::kInverse + i, from + Record::kInverse + i);
+    start_copy<16>(to + Memory::kInverse + i, from + Record::kInverse + i);
   }
   constexpr int kSmall = kK * 4 + 3 * kChunkRows * 4;  // gamma, beta and the norms
   static_assert(Record::kQueryNorm + kChunkRows * 4 == Record::kGamma + kSmall);
   static_assert(Memory::kQueryNorm + kChunkRows * 4 == Memory::kGamma + kSmall);
   if (tid < kSmall / 16) {
-    copy_async(to + Memory::kGamma, from + Record::kGamma);
+    start_copy<16>(to + Memory::kGamma, from + Record::kGamma);
   }
   close_copies();
   if (tid < 4) {

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
     load_values<kK, kV, kType>(b);
     state.store(b);
   }
-  wait_copies<0>();
+  wait_for_copies<0>();
   __syncthreads();
   const TokenPlanes<kK, kV, kType> products(b);
   products.make_updates();

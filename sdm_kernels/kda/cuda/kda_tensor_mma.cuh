@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "sdm_kernels/cuda/async_copy.cuh"
+
 namespace sdm::kda::cuda {
 
 __device__ __forceinline__ void mma_f16(
@@ -148,19 +150,8 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// 16 bytes from global to shared memory through the second-level cache only.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void close_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most kPending closed groups of this thread are in flight.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
+using sdm::cuda::close_copies;
+using sdm::cuda::start_copy;
+using sdm::cuda::wait_for_copies;
 
 }  // namespace sdm::kda::cuda

@@ -84,7 +84,7 @@ struct RecordRing {
 #else
     if (left > 0) {
       for (int i = threadIdx.x * 16; i < kRecordBytes; i += kThreads * 16) {
-        copy_async(to + i, record + i);
+        start_copy<16>(to + i, record + i);
       }
     }
     close_copies();
@@ -111,9 +111,9 @@ struct RecordRing {
     );
 #else
     if (buffers == 2) {
-      wait_copies<0>();
+      wait_for_copies<0>();
     } else {
-      wait_copies<1>();
+      wait_for_copies<1>();
     }
     __syncthreads();
 #endif

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 
+#include "sdm_kernels/cuda/async_copy.cuh"
 #include "sdm_kernels/cuda/row_ring.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_row.cuh"
 
@@ -93,17 +94,6 @@ view_row(const FloatView& view, const ChunkPlace& place, int64_t i) {
 // A contiguous [rows, D] float tensor as a view whose token rows token_row() or scratch() give.
 __device__ __forceinline__ FloatView float_rows(const float* data) {
   return {data, DType::kF32, {0, 0, 0, 1}};
-}
-
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes)
-                 : "memory");
-  }
 }
 
 // Starts the fetch of a lane's part of a row into a slot of the ring; a row that is not `valid`

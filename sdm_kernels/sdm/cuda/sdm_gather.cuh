@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
     const int a = (round * shape.parts + at_place.part) * kGatherLanes + lane / 2;
     int2* to = &record_memory[round % kRecordRounds][group][lane];
     if (live && a < width) {
-      copy_async<8>(to, lane_records + a);
+      start_copy<8>(to, lane_records + a);
     } else {
       *to = make_int2(-1, 0);
     }

@@ -191,7 +191,7 @@ struct MatrixBlock {
   float a[2][4];  // k 0 .. 7 and 8 .. 15 as fragments
 
   // Where the lane's part of the block at (row, k) lies: rows `row` of the result, k of the rows.
-  __device__ const __forceinline__ static float* lane(const float* m, int Cp, int row, int k) {
+  const __device__ __forceinline__ static float* lane(const float* m, int Cp, int row, int k) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
     return kTransposed ? m + (k + 4 * t) * Cp + row + 2 * g : m + (row + g) * Cp + k + 4 * t;
   }

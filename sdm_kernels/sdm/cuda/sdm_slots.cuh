@@ -160,12 +160,12 @@ class NoteReader {
     if (valid && lane_ < 2 + kMore && (lane_ < 2 || lane_ < group.z + group.w)) {
       if constexpr (kPost) {
         if (lane_ >= 2) {  // row and post are not neighbours
-          copy_async<4>(to, from);
-          copy_async<4>(to + sizeof(int), from + offsetof(int4, z));
+          start_copy<4>(to, from);
+          start_copy<4>(to + sizeof(int), from + offsetof(int4, z));
           return;
         }
       }
-      copy_async<8>(to, from);
+      start_copy<8>(to, from);
     }
   }
 
@@ -208,7 +208,7 @@ class PlaceReader {
 
   __device__ __forceinline__ void start(int j, int g) const {
     if (copies_) {
-      copy_async<4>(
+      start_copy<4>(
           place_ + j * kStride + lane_,
           from_ + static_cast<uint64_t>(static_cast<uint32_t>(g)) * bytes_
       );
