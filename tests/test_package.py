@@ -225,6 +225,20 @@ def test_package_by_its_name(sdm, variant):
     assert done.stdout.split() == sdm.__all__
 
 
+def run_offline(variant, code):
+    """What code prints in a fresh process that finds the build and no network."""
+    environment = dict(
+        os.environ,
+        HF_HUB_OFFLINE="1",
+        LOCAL_KERNELS=f"org/sparse-delta-memory={variant.parent.parent}",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_loads_offline_without_touching_the_network(variant):
     code = f"""
 import socket
@@ -236,16 +250,7 @@ import kernels
 backend = {"cpu" if "-cpu-" in variant.name else None!r}
 print(kernels.get_kernel("org/sparse-delta-memory", version=1, backend=backend).__file__)
 """
-    environment = dict(
-        os.environ,
-        HF_HUB_OFFLINE="1",
-        LOCAL_KERNELS=f"org/sparse-delta-memory={variant.parent.parent}",
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).parent == variant
+    assert Path(run_offline(variant, code).strip()).parent == variant
 
 
 def test_loads_without_the_compiler_of_torch(variant):
@@ -258,13 +263,4 @@ before = set(sys.modules)
 kernels.get_kernel("org/sparse-delta-memory", version=1)
 print(*sorted({"torch._dynamo", "torch._inductor", "sympy", "triton"} & set(sys.modules) - before))
 """
-    environment = dict(
-        os.environ,
-        HF_HUB_OFFLINE="1",
-        LOCAL_KERNELS=f"org/sparse-delta-memory={variant.parent.parent}",
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    assert run_offline(variant, code).split() == []
