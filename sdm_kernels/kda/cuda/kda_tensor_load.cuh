@@ -93,18 +93,6 @@ __device__ __forceinline__ void load_floats(
   }
 }
 
-// One element of any of the three types.
-__device__ __forceinline__ float load_float(const void* data, DType type, int64_t offset) {
-  switch (type) {
-    case DType::kBf16:
-      return to_f32(static_cast<const Bf16*>(data)[offset]);
-    case DType::kF16:
-      return to_f32(static_cast<const F16*>(data)[offset]);
-    default:
-      return static_cast<const float*>(data)[offset];
-  }
-}
-
 // log2(1 + 2^x) without loss for very negative x, where 1 + 2^x would round the answer away.
 __device__ __forceinline__ float softplus2(float x) {
   if (x > 29.0f) {
