@@ -196,7 +196,10 @@ def _clang_flags(
         flags.append(f"--cuda-gpu-arch=sm_{base.replace('.', '')}")
         if arch != base:
             flags.append(f"--cuda-include-ptx=sm_{base.replace('.', '')}")
-    return [*flags, *section.cuda_flags]
+    for flag in section.cuda_flags:
+        fatbin = flag.removeprefix("-Xfatbin=")
+        flags += [flag] if fatbin == flag else ["-Xcuda-fatbinary", fatbin]
+    return flags
 
 
 def _common_flags(
