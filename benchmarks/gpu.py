@@ -31,7 +31,7 @@ BENCHMARKS = ROOT / "benchmarks"
 # The most seconds that a section may take, whatever is left.
 LIMITS = {"build": 420, "first": 60, "times": 150, "units": 300, "tests": 300}
 # Whether on tiny cases only, and the seconds.
-SANITIZERS = {"memcheck": (False, 90), "initcheck": (True, 150), "racecheck": (True, 120)}
+SANITIZERS = {"memcheck": (False, 90), "initcheck": (False, 150), "racecheck": (True, 120)}
 # Files that never touch a GPU and build or need much: a machine without one runs them.
 NO_GPU = (
     "test_aarch64.py",
