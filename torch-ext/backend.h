@@ -46,6 +46,21 @@ class Cuda {
   const Tensor& like_;
   DeviceGuard guard_;
 };
+
+// Launches with a workspace of the size that `size` names.
+template <typename Params>
+void launch_in_workspace(
+    const Cuda& backend,
+    const char* op,
+    const Params& params,
+    cudaError_t (*size)(const Params&, size_t* bytes),
+    cudaError_t (*launch)(const Params&, void* workspace, cudaStream_t)
+) {
+  size_t bytes = 0;
+  check_cuda(op, size(params, &bytes));
+  Tensor workspace = backend.workspace(bytes);
+  check_cuda(op, launch(params, workspace.mutable_data_ptr(), backend.stream()));
+}
 #endif
 
 }  // namespace sdm::ext

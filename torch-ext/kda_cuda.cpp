@@ -14,11 +14,8 @@ void run_kda_fwd(
     kda::KdaFwdParams params,
     const std::optional<Tensor>& cu_seqlens
 ) {
-  const kda::KdaCudaFwdParams launch{params, backend.integers(op, "cu_seqlens", cu_seqlens)};
-  size_t bytes = 0;
-  check_cuda(op, kda::kda_fwd_cuda_workspace(launch, &bytes));
-  Tensor workspace = backend.workspace(bytes);
-  check_cuda(op, kda::launch_kda_fwd(launch, workspace.mutable_data_ptr(), backend.stream()));
+  const kda::KdaCudaFwdParams call{params, backend.integers(op, "cu_seqlens", cu_seqlens)};
+  launch_in_workspace(backend, op, call, kda::kda_fwd_cuda_workspace, kda::launch_kda_fwd);
 }
 
 void run_kda_bwd(
@@ -27,11 +24,8 @@ void run_kda_bwd(
     kda::KdaBwdParams params,
     const std::optional<Tensor>& cu_seqlens
 ) {
-  const kda::KdaCudaBwdParams launch{params, backend.integers(op, "cu_seqlens", cu_seqlens)};
-  size_t bytes = 0;
-  check_cuda(op, kda::kda_bwd_cuda_workspace(launch, &bytes));
-  Tensor workspace = backend.workspace(bytes);
-  check_cuda(op, kda::launch_kda_bwd(launch, workspace.mutable_data_ptr(), backend.stream()));
+  const kda::KdaCudaBwdParams call{params, backend.integers(op, "cu_seqlens", cu_seqlens)};
+  launch_in_workspace(backend, op, call, kda::kda_bwd_cuda_workspace, kda::launch_kda_bwd);
 }
 
 void run_kda_step(
@@ -41,12 +35,12 @@ void run_kda_step(
     const std::optional<Tensor>& cu_seqlens,
     const std::optional<Tensor>& state_indices
 ) {
-  const kda::KdaCudaStepParams launch{
+  const kda::KdaCudaStepParams call{
       params,
       backend.integers(op, "cu_seqlens", cu_seqlens),
       backend.integers(op, "state_indices", state_indices)
   };
-  check_cuda(op, kda::launch_kda_step(launch, backend.stream()));
+  check_cuda(op, kda::launch_kda_step(call, backend.stream()));
 }
 
 }  // namespace sdm::ext

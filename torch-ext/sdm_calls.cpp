@@ -63,65 +63,57 @@ void check_float_kind(const char* op, const char* name, DType dtype, DType bank)
   );
 }
 
-// Everything but v, which the backward does not have; D comes from the bank.
+// Everything but the rows; D comes from the bank.
 Inputs read_inputs(
-    const char* op,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
-    const Tensor& bank,
-    int64_t chunk_size
+    const char* op, const SdmTokenArgs& args, const Tensor& bank, int64_t chunk_size
 ) {
-  check_dim(op, "write_idx", write_idx, 4);
-  check_dim(op, "read_idx", read_idx, 4);
+  check_dim(op, "write_idx", args.write_idx, 4);
+  check_dim(op, "read_idx", args.read_idx, 4);
   check(bank.dim() == 3 || bank.dim() == 4, op, ": the bank must have 3 or 4 dimensions");
   Inputs in{};
   SdmDims& d = in.dims;
-  d.B = write_idx.size(0);
-  d.T = write_idx.size(1);
-  d.H = write_idx.size(2);
-  d.W = write_idx.size(3);
-  d.R = read_idx.size(3);
+  d.B = args.write_idx.size(0);
+  d.T = args.write_idx.size(1);
+  d.H = args.write_idx.size(2);
+  d.W = args.write_idx.size(3);
+  d.R = args.read_idx.size(3);
   d.S = bank.size(-2);
   d.D = bank.size(-1);
   d.C = chunk_size;
   d.N = d.B;
-  d.gate_per_write = g.dim() == 4;
+  d.gate_per_write = args.g.dim() == 4;
   check(d.W >= 1 && d.R >= 1 && d.S >= 1 && d.D >= 1, op, ": W, R, S and D must be positive");
   check(chunk_size >= 1, op, ": chunk_size must be positive, got ", chunk_size);
-  check_shape(op, "write_val", write_val, {d.B, d.T, d.H, d.W});
-  check_shape(op, "read_idx", read_idx, {d.B, d.T, d.H, d.R});
-  check_shape(op, "read_val", read_val, {d.B, d.T, d.H, d.R});
-  check_shape(op, "beta", beta, {d.B, d.T, d.H});
+  check_shape(op, "write_val", args.write_val, {d.B, d.T, d.H, d.W});
+  check_shape(op, "read_idx", args.read_idx, {d.B, d.T, d.H, d.R});
+  check_shape(op, "read_val", args.read_val, {d.B, d.T, d.H, d.R});
+  check_shape(op, "beta", args.beta, {d.B, d.T, d.H});
   if (d.gate_per_write) {
-    check_shape(op, "g", g, {d.B, d.T, d.H, d.W});
+    check_shape(op, "g", args.g, {d.B, d.T, d.H, d.W});
   } else {
-    check_shape(op, "g", g, {d.B, d.T, d.H});
+    check_shape(op, "g", args.g, {d.B, d.T, d.H});
   }
   check(bank.size(-3) == d.H, op, ": the bank must have ", d.H, " heads, got ", bank.size(-3));
   check_last_dense(op, "the bank", bank);
   const std::pair<const char*, const Tensor*> all[] = {
-      {"write_val", &write_val},
-      {"beta", &beta},
-      {"g", &g},
-      {"read_idx", &read_idx},
-      {"read_val", &read_val},
+      {"write_val", &args.write_val},
+      {"beta", &args.beta},
+      {"g", &args.g},
+      {"read_idx", &args.read_idx},
+      {"read_val", &args.read_val},
       {"the bank", &bank}
   };
   for (const auto& [name, tensor] : all) {
-    check_same_device(op, name, *tensor, write_idx);
+    check_same_device(op, name, *tensor, args.write_idx);
   }
 
   in.bank_dtype = dtype_of(op, "the bank", bank);
-  in.tokens.write_idx = index_view(op, "write_idx", write_idx);
-  in.tokens.read_idx = index_view(op, "read_idx", read_idx);
-  in.tokens.write_val = float_view(op, "write_val", write_val);
-  in.tokens.read_val = float_view(op, "read_val", read_val);
-  in.tokens.beta = float_view(op, "beta", beta);
-  in.tokens.g = float_view(op, "g", g);
+  in.tokens.write_idx = index_view(op, "write_idx", args.write_idx);
+  in.tokens.read_idx = index_view(op, "read_idx", args.read_idx);
+  in.tokens.write_val = float_view(op, "write_val", args.write_val);
+  in.tokens.read_val = float_view(op, "read_val", args.read_val);
+  in.tokens.beta = float_view(op, "beta", args.beta);
+  in.tokens.g = float_view(op, "g", args.g);
   check_float_kind(op, "write_val", in.tokens.write_val.dtype, in.bank_dtype);
   check_float_kind(op, "read_val", in.tokens.read_val.dtype, in.bank_dtype);
   check_float_kind(op, "beta", in.tokens.beta.dtype, in.bank_dtype);
@@ -130,18 +122,25 @@ Inputs read_inputs(
 }
 
 // A row of D values a token: v, or the gradient of the output.
-FloatView read_token_rows(const char* op, const char* name, const Tensor& t, const Inputs& in) {
+FloatView read_token_rows(
+    const char* op, const char* name, const SdmTokenArgs& args, const Inputs& in
+) {
   const SdmDims& d = in.dims;
+  const Tensor& t = args.rows;
   check_shape(op, name, t, {d.B, d.T, d.H, d.D});
   check_last_dense(op, name, t);
+  check_same_device(op, name, t, args.write_idx);
   const FloatView view = float_view(op, name, t);
   check_float_kind(op, name, view.dtype, in.bank_dtype);
   return view;
 }
 
-SdmSave read_save_mode(const char* op, int64_t mode) {
-  check(mode >= 0 && mode <= 5, op, ": unknown save_mode ", mode);
-  return static_cast<SdmSave>(mode);
+SdmSave read_save_mode(const char* op, const SdmSaveArgs& save) {
+  check(save.mode >= 0 && save.mode <= 5, op, ": unknown save_mode ", save.mode);
+  check(
+      save.segment_chunks >= 1, op, ": segment_chunks must be positive, got ", save.segment_chunks
+  );
+  return static_cast<SdmSave>(save.mode);
 }
 
 ScalarType saved_row_type(SdmSave mode, DType bank) {
@@ -179,33 +178,25 @@ std::vector<int64_t> saved_rows_shape(
 
 SdmFwdCall prepare_sdm_fwd(
     const char* op,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& v,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
+    const SdmTokenArgs& tokens,
     const Tensor& initial_state,
-    const std::optional<Tensor>& cu_seqlens,
     int64_t chunk_size,
     bool output_final_state,
-    int64_t save_mode,
-    int64_t segment_chunks
+    const SdmSaveArgs& save
 ) {
-  Inputs in =
-      read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, initial_state, chunk_size);
-  in.tokens.v = read_token_rows(op, "v", v, in);
+  Inputs in = read_inputs(op, tokens, initial_state, chunk_size);
+  const Tensor& v = tokens.rows;
+  in.tokens.v = read_token_rows(op, "v", tokens, in);
   SdmDims& d = in.dims;
-  d.N = num_sequences(op, cu_seqlens, d.B);
+  d.N = num_sequences(op, tokens.cu_seqlens, d.B);
   const bool shared = initial_state.dim() == 3;
   check(
       shared || initial_state.size(0) == d.N, op, ": initial_state must have ", d.N, " sequences"
   );
-  check(segment_chunks >= 1, op, ": segment_chunks must be positive, got ", segment_chunks);
-  const SdmSave mode = read_save_mode(op, save_mode);
+  const SdmSave mode = read_save_mode(op, save);
   const DType compute = in.bank_dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const auto saved_shape = saved_rows_shape(d, mode, segment_chunks, cu_seqlens.has_value());
+  const auto saved_shape =
+      saved_rows_shape(d, mode, save.segment_chunks, tokens.cu_seqlens.has_value());
 
   const bool wants_bank = output_final_state || saves_rows(mode);
   const bool scaled = mode == SdmSave::kFp8 || mode == SdmSave::kInt4;
@@ -228,7 +219,7 @@ SdmFwdCall prepare_sdm_fwd(
   }
   p.out = out.mutable_data_ptr();
   p.saved.mode = mode;
-  p.saved.segment_chunks = segment_chunks;
+  p.saved.segment_chunks = save.segment_chunks;
   if (mode != SdmSave::kNone) {
     p.saved.errors = errors.mutable_data_ptr();
     p.saved.rows = saved_rows.mutable_data_ptr();
@@ -241,31 +232,20 @@ SdmFwdCall prepare_sdm_fwd(
 
 SdmBwdCall prepare_sdm_bwd(
     const char* op,
-    const Tensor& d_out,
+    const SdmTokenArgs& tokens,
     const std::optional<Tensor>& d_final_state,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
     const Tensor& bank,
-    const std::optional<Tensor>& cu_seqlens,
-    const Tensor& errors,
-    const Tensor& saved_rows,
-    const Tensor& row_scales,
+    const SdmSavedArgs& saved,
     int64_t chunk_size,
-    int64_t save_mode,
-    int64_t segment_chunks,
+    const SdmSaveArgs& save,
     bool shared_bank,
     bool need_state_grad
 ) {
-  Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, bank, chunk_size);
+  Inputs in = read_inputs(op, tokens, bank, chunk_size);
   SdmDims& d = in.dims;
-  d.N = num_sequences(op, cu_seqlens, d.B);
-  const SdmSave mode = read_save_mode(op, save_mode);
+  d.N = num_sequences(op, tokens.cu_seqlens, d.B);
+  const SdmSave mode = read_save_mode(op, save);
   check(mode != SdmSave::kNone, op, ": save_mode 0 keeps nothing to differentiate from");
-  check(segment_chunks >= 1, op, ": segment_chunks must be positive, got ", segment_chunks);
   const bool one_bank = bank.dim() == 3;
   check(
       one_bank ? mode == SdmSave::kReplay && shared_bank : bank.size(0) == d.N,
@@ -273,25 +253,30 @@ SdmBwdCall prepare_sdm_bwd(
       ": the bank does not fit save_mode and shared_bank"
   );
   const DType compute = in.bank_dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const auto saved_shape = saved_rows_shape(d, mode, segment_chunks, cu_seqlens.has_value());
+  const auto saved_shape =
+      saved_rows_shape(d, mode, save.segment_chunks, tokens.cu_seqlens.has_value());
   const bool scaled = mode == SdmSave::kFp8 || mode == SdmSave::kInt4;
-  check_shape(op, "errors", errors, {d.B, d.T, d.H, d.D});
-  check_scalar_type(op, "errors", errors, scalar_type_of(compute));
-  check_contiguous(op, "errors", errors);
-  check_scalar_type(op, "saved_rows", saved_rows, saved_row_type(mode, in.bank_dtype));
-  check_contiguous(op, "saved_rows", saved_rows);
+  check_shape(op, "errors", saved.errors, {d.B, d.T, d.H, d.D});
+  check_scalar_type(op, "errors", saved.errors, scalar_type_of(compute));
+  check_contiguous(op, "errors", saved.errors);
+  check_same_device(op, "errors", saved.errors, bank);
+  check_scalar_type(op, "saved_rows", saved.rows, saved_row_type(mode, in.bank_dtype));
+  check_contiguous(op, "saved_rows", saved.rows);
+  check_same_device(op, "saved_rows", saved.rows, bank);
   int64_t wanted_elements = 1;
   for (const int64_t size : saved_shape) {
     wanted_elements *= size;
   }
-  check(saved_rows.numel() == wanted_elements, op, ": saved_rows has the wrong size");
+  check(saved.rows.numel() == wanted_elements, op, ": saved_rows has the wrong size");
   if (scaled) {
-    check_shape(op, "row_scales", row_scales, {saved_shape[0], saved_shape[1]});
-    check_contiguous(op, "row_scales", row_scales);
+    check_shape(op, "row_scales", saved.row_scales, {saved_shape[0], saved_shape[1]});
+    check_scalar_type(op, "row_scales", saved.row_scales, ScalarType::Float);
+    check_contiguous(op, "row_scales", saved.row_scales);
+    check_same_device(op, "row_scales", saved.row_scales, bank);
   }
 
   SdmBwdParams p{};
-  p.d_out = read_token_rows(op, "d_out", d_out, in);
+  p.d_out = read_token_rows(op, "d_out", tokens, in);
   p.dims = d;
   p.tokens = in.tokens;
   p.bank_dtype = in.bank_dtype;
@@ -299,16 +284,18 @@ SdmBwdCall prepare_sdm_bwd(
   if (d_final_state.has_value()) {
     check_shape(op, "d_final_state", *d_final_state, {d.N, d.H, d.S, d.D});
     check_last_dense(op, "d_final_state", *d_final_state);
+    check_same_device(op, "d_final_state", *d_final_state, bank);
     check_scalar_type(op, "d_final_state", *d_final_state, scalar_type_of(in.bank_dtype));
     p.d_final = bank_view(*d_final_state, false);
   }
   p.saved.mode = mode;
-  p.saved.segment_chunks = segment_chunks;
-  p.saved.errors = const_cast<void*>(errors.const_data_ptr());
-  p.saved.rows = const_cast<void*>(saved_rows.const_data_ptr());
+  p.saved.segment_chunks = save.segment_chunks;
+  p.saved.errors = const_cast<void*>(saved.errors.const_data_ptr());
+  p.saved.rows = const_cast<void*>(saved.rows.const_data_ptr());
   p.saved.rows_per_head = saves_rows(mode) ? saved_shape[1] : 0;
   if (scaled) {
-    p.saved.scales = const_cast<float*>(static_cast<const float*>(row_scales.const_data_ptr()));
+    p.saved.scales =
+        const_cast<float*>(static_cast<const float*>(saved.row_scales.const_data_ptr()));
   }
   p.shared_bank = shared_bank;
 
@@ -333,22 +320,16 @@ SdmBwdCall prepare_sdm_bwd(
 SdmInPlaceCall prepare_sdm_in_place(
     const char* op,
     Tensor state,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& v,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
-    const std::optional<Tensor>& cu_seqlens,
+    const SdmTokenArgs& tokens,
     const std::optional<Tensor>& state_indices,
     int64_t chunk_size
 ) {
   check_dim(op, "state", state, 4);
-  Inputs in = read_inputs(op, write_idx, write_val, beta, g, read_idx, read_val, state, chunk_size);
-  in.tokens.v = read_token_rows(op, "v", v, in);
+  Inputs in = read_inputs(op, tokens, state, chunk_size);
+  const Tensor& v = tokens.rows;
+  in.tokens.v = read_token_rows(op, "v", tokens, in);
   SdmDims& d = in.dims;
-  d.N = num_sequences(op, cu_seqlens, d.B);
+  d.N = num_sequences(op, tokens.cu_seqlens, d.B);
   if (state_indices.has_value()) {
     check_shape(op, "state_indices", *state_indices, {d.N});
     check_contiguous(op, "state_indices", *state_indices);

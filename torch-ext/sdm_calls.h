@@ -13,6 +13,30 @@
 
 namespace sdm::ext {
 
+// The tensors of the tokens, in the schemas' order; of cu_seqlens only the shape is looked at.
+struct SdmTokenArgs {
+  const Tensor& write_idx;
+  const Tensor& write_val;
+  const Tensor& rows;  // v; in the backward d_out, which has its shape
+  const Tensor& beta;
+  const Tensor& g;
+  const Tensor& read_idx;
+  const Tensor& read_val;
+  const std::optional<Tensor>& cu_seqlens;
+};
+
+struct SdmSaveArgs {
+  int64_t mode;
+  int64_t segment_chunks;
+};
+
+// What the forward has kept for the backward.
+struct SdmSavedArgs {
+  const Tensor& errors;
+  const Tensor& rows;
+  const Tensor& row_scales;
+};
+
 struct SdmFwdCall {
   SdmFwdParams params;
   Tensor out, final_state, errors, saved_rows, row_scales;
@@ -39,54 +63,30 @@ struct SdmInPlaceCall {
 
 SdmFwdCall prepare_sdm_fwd(
     const char* op,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& v,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
+    const SdmTokenArgs& tokens,
     const Tensor& initial_state,
-    const std::optional<Tensor>& cu_seqlens,
     int64_t chunk_size,
     bool output_final_state,
-    int64_t save_mode,
-    int64_t segment_chunks
+    const SdmSaveArgs& save
 );
 
 SdmBwdCall prepare_sdm_bwd(
     const char* op,
-    const Tensor& d_out,
+    const SdmTokenArgs& tokens,
     const std::optional<Tensor>& d_final_state,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
     const Tensor& bank,
-    const std::optional<Tensor>& cu_seqlens,
-    const Tensor& errors,
-    const Tensor& saved_rows,
-    const Tensor& row_scales,
+    const SdmSavedArgs& saved,
     int64_t chunk_size,
-    int64_t save_mode,
-    int64_t segment_chunks,
+    const SdmSaveArgs& save,
     bool shared_bank,
     bool need_state_grad
 );
 
+// Of state_indices only the shape is looked at.
 SdmInPlaceCall prepare_sdm_in_place(
     const char* op,
     Tensor state,
-    const Tensor& write_idx,
-    const Tensor& write_val,
-    const Tensor& v,
-    const Tensor& beta,
-    const Tensor& g,
-    const Tensor& read_idx,
-    const Tensor& read_val,
-    const std::optional<Tensor>& cu_seqlens,
+    const SdmTokenArgs& tokens,
     const std::optional<Tensor>& state_indices,
     int64_t chunk_size
 );

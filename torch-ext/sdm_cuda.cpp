@@ -16,16 +16,13 @@ void run_sdm_fwd(
     const std::optional<Tensor>& state_indices,
     int64_t num_states
 ) {
-  const SdmCudaFwdParams launch{
+  const SdmCudaFwdParams call{
       params,
       backend.integers(op, "cu_seqlens", cu_seqlens),
       backend.integers(op, "state_indices", state_indices),
       num_states
   };
-  size_t bytes = 0;
-  check_cuda(op, sdm_fwd_cuda_workspace(launch, &bytes));
-  Tensor workspace = backend.workspace(bytes);
-  check_cuda(op, launch_sdm_fwd(launch, workspace.mutable_data_ptr(), backend.stream()));
+  launch_in_workspace(backend, op, call, sdm_fwd_cuda_workspace, launch_sdm_fwd);
 }
 
 void run_sdm_bwd(
@@ -34,11 +31,8 @@ void run_sdm_bwd(
     SdmBwdParams params,
     const std::optional<Tensor>& cu_seqlens
 ) {
-  const SdmCudaBwdParams launch{params, backend.integers(op, "cu_seqlens", cu_seqlens)};
-  size_t bytes = 0;
-  check_cuda(op, sdm_bwd_cuda_workspace(launch, &bytes));
-  Tensor workspace = backend.workspace(bytes);
-  check_cuda(op, launch_sdm_bwd(launch, workspace.mutable_data_ptr(), backend.stream()));
+  const SdmCudaBwdParams call{params, backend.integers(op, "cu_seqlens", cu_seqlens)};
+  launch_in_workspace(backend, op, call, sdm_bwd_cuda_workspace, launch_sdm_bwd);
 }
 
 void run_sdm_step(
@@ -48,10 +42,10 @@ void run_sdm_step(
     const std::optional<Tensor>& state_indices,
     int64_t num_states
 ) {
-  const SdmCudaFwdParams launch{
+  const SdmCudaFwdParams call{
       params, {nullptr, false}, backend.integers(op, "state_indices", state_indices), num_states
   };
-  check_cuda(op, launch_sdm_step(launch, backend.stream()));
+  check_cuda(op, launch_sdm_step(call, backend.stream()));
 }
 
 void run_sdm_check_indices(

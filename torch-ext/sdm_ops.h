@@ -33,19 +33,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd(
   const Backend backend(v);
   const SdmFwdCall call = prepare_sdm_fwd(
       op,
-      write_idx,
-      write_val,
-      v,
-      beta,
-      g,
-      read_idx,
-      read_val,
+      {write_idx, write_val, v, beta, g, read_idx, read_val, cu_seqlens},
       initial_state,
-      cu_seqlens,
       chunk_size,
       output_final_state,
-      save_mode,
-      segment_chunks
+      {save_mode, segment_chunks}
   );
   run_sdm_fwd(backend, op, call.params, cu_seqlens, std::nullopt, call.params.dims.N);
   return call.results();
@@ -77,22 +69,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd(
   const Backend backend(d_out);
   const SdmBwdCall call = prepare_sdm_bwd(
       op,
-      d_out,
+      {write_idx, write_val, d_out, beta, g, read_idx, read_val, cu_seqlens},
       d_final_state,
-      write_idx,
-      write_val,
-      beta,
-      g,
-      read_idx,
-      read_val,
       bank,
-      cu_seqlens,
-      errors,
-      saved_rows,
-      row_scales,
+      {errors, saved_rows, row_scales},
       chunk_size,
-      save_mode,
-      segment_chunks,
+      {save_mode, segment_chunks},
       shared_bank,
       need_state_grad
   );
@@ -120,14 +102,7 @@ Tensor sdm_chunk(
   const SdmInPlaceCall call = prepare_sdm_in_place(
       op,
       state,
-      write_idx,
-      write_val,
-      v,
-      beta,
-      g,
-      read_idx,
-      read_val,
-      cu_seqlens,
+      {write_idx, write_val, v, beta, g, read_idx, read_val, cu_seqlens},
       state_indices,
       chunk_size
   );
@@ -153,14 +128,7 @@ Tensor sdm_step(
   const SdmInPlaceCall call = prepare_sdm_in_place(
       op,
       state,
-      write_idx,
-      write_val,
-      v,
-      beta,
-      g,
-      read_idx,
-      read_val,
-      std::nullopt,
+      {write_idx, write_val, v, beta, g, read_idx, read_val, std::nullopt},
       state_indices,
       1
   );
