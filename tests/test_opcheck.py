@@ -137,3 +137,55 @@ def test_meta_tensors(sdm):
     assert out.shape == (2, 11, 2, 5)
     assert state.shape == (2, 2, 9, 5)
     assert out.device.type == state.device.type == "meta"
+
+
+def test_forward_checks_again(ops, device):
+    """A direct call with wrong arguments raises and reads nothing."""
+    inputs = make(BASE, device)
+    good = forward_args(inputs)
+    wrong = {
+        "write_idx": (0, inputs.write_idx.short()),
+        "write_val": (1, inputs.write_val[..., :-1]),
+        "v": (2, inputs.v.transpose(2, 3).contiguous().transpose(2, 3)),
+        "beta": (3, inputs.beta[:, :-1]),
+        "g": (4, inputs.g.double()),
+        "read_idx": (5, inputs.read_idx[:1]),
+        "read_val": (6, inputs.read_val.long()),
+        "bank": (7, inputs.initial_state[:1]),
+        "chunk_size": (9, 0),
+        "save_mode": (11, 6),
+        "segment_chunks": (12, 0),
+    }
+    if torch.device(device).type == "cuda":
+        wrong["write_val must be on"] = (1, inputs.write_val.cpu())
+        wrong["read_val must be on"] = (6, inputs.read_val.cpu())
+    for name, (position, value) in wrong.items():
+        args = list(good)
+        args[position] = value
+        with pytest.raises(RuntimeError, match=f"sdm_chunk_fwd: .*{name}"):
+            ops.sdm_chunk_fwd(*args)
+
+
+@pytest.mark.parametrize("save_mode", [1, 2, 4])
+def test_backward_checks_again(ops, device, save_mode):
+    good = backward_args(ops, make(BASE, device), save_mode)
+    d_out, d_state, *_, errors, rows, scales = good[:13]
+    wrong = {
+        "d_out": (0, d_out[..., :-1]),
+        "d_final_state": (1, d_state.double()),
+        "errors": (10, errors.bfloat16()),
+        "saved_rows": (11, rows[:-1]),
+        "chunk_size": (13, -1),
+        "save_mode": (14, 0),
+        "segment_chunks": (15, 0),
+    }
+    if save_mode == 4:
+        wrong["row_scales"] = (12, scales.half())
+    if torch.device(device).type == "cuda":
+        wrong["errors must be on"] = (10, errors.cpu())
+        wrong["saved_rows must be on"] = (11, rows.cpu())
+    for name, (position, value) in wrong.items():
+        args = list(good)
+        args[position] = value
+        with pytest.raises(RuntimeError, match=f"sdm_chunk_bwd: .*{name}"):
+            ops.sdm_chunk_bwd(*args)
