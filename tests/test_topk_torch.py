@@ -81,7 +81,7 @@ def test_double_backward_raises(sdm):
     scores = torch.randn(2, 8, requires_grad=True)
     values, _ = sdm.product_key_topk(scores, (4, 4), 3)
     (gradient,) = torch.autograd.grad((values**2).sum(), scores, create_graph=True)
-    with pytest.raises(NotImplementedError, match="product_key_topk: double backward"):
+    with pytest.raises(NotImplementedError, match="^product_key_topk: the gradient of a grad"):
         gradient.sum().backward()
 
 

@@ -8,6 +8,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ._transforms import check_transforms, transforms_active
+
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
 _AT_MOST_32_BITS = frozenset(FLOATING[:3])
@@ -278,7 +280,7 @@ def check_number(func: str, name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{func}: {name} must be None or a float, got {type(value).__name__}")
+        raise TypeError(f"{func}: {name} must be None or a float, got {type_name(value)}")
     if not torch.compiler.is_compiling() and not math.isfinite(value):
         raise ValueError(f"{func}: {name} must be finite, got {value}")
 
@@ -287,10 +289,8 @@ def check_chunk_size(func: str, chunk_size: Optional[int]) -> None:
     """Raise unless ``chunk_size`` is None or an int from 1 to 512."""
     if chunk_size is None:
         return
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, torch.SymInt)):
-        raise TypeError(
-            f"{func}: chunk_size must be None or an int, got {type(chunk_size).__name__}"
-        )
+    if not is_int(chunk_size):
+        raise TypeError(f"{func}: chunk_size must be None or an int, got {type_name(chunk_size)}")
     if not 1 <= chunk_size <= 512:
         raise ValueError(f"{func}: chunk_size must be from 1 to 512, got {chunk_size}")
 
@@ -298,7 +298,7 @@ def check_chunk_size(func: str, chunk_size: Optional[int]) -> None:
 def check_bool(func: str, name: str, value: object) -> None:
     """Raise TypeError unless ``value`` is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{func}: {name} must be a bool, got {type(value).__name__}")
+        raise TypeError(f"{func}: {name} must be a bool, got {type_name(value)}")
 
 
 def check_choice(func: str, name: str, value: object, choices: Sequence[str]) -> None:
@@ -385,7 +385,8 @@ def check_writable_state(func: str, state: Tensor) -> None:
 
 
 def check_no_grad(func: str, *tensors: Optional[Tensor], instead: str = "chunk_sdm") -> None:
-    """Raise RuntimeError if a gradient through an in-place function is asked for."""
+    """Raise if a derivative of an in-place function is asked for."""
+    check_transforms(func, *tensors)
     if not torch.is_grad_enabled():
         return
     for x in tensors:
@@ -398,7 +399,20 @@ def check_no_grad(func: str, *tensors: Optional[Tensor], instead: str = "chunk_s
 
 def values_are_at_hand(x: Tensor) -> bool:
     """Whether reading the values of ``x`` neither waits for a device nor breaks a trace."""
-    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
+    if x.device.type != "cpu" or type(x) is not Tensor:
+        return False
+    return not torch.compiler.is_compiling() and not transforms_active()
+
+
+def is_int(value: object) -> bool:
+    """Return whether ``value`` is an int, True and False excepted; tracing has ints of its own."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def type_name(value: object) -> str:
+    """Return the name of a type, with its module where it is not Python's: numpy has a bool too."""
+    cls = type(value)
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

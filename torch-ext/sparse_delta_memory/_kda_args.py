@@ -14,6 +14,8 @@ from ._checks import (
     check_number,
     check_shape,
     check_tensor,
+    is_int,
+    type_name,
 )
 from ._kda_ops import (
     BETA_ACTIVATED,
@@ -75,9 +77,9 @@ def check_offset_extras(
         )
     if max_num_seqs is None:
         return
-    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, (int, torch.SymInt)):
+    if not is_int(max_num_seqs):
         raise TypeError(
-            f"{func}: max_num_seqs must be None or an int, got {type(max_num_seqs).__name__}"
+            f"{func}: max_num_seqs must be None or an int, got {type_name(max_num_seqs)}"
         )
     if cu_seqlens is not None and num > max_num_seqs:
         raise ValueError(
@@ -151,11 +153,6 @@ def _as(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def like_query(out: Tensor, q: Tensor) -> Tensor:
     """Return the output in the dtype of the query: others only where q, k and v were mixed."""
     return out if out.dtype == q.dtype else out.to(q.dtype)
-
-
-def needs_gradient(*tensors: Optional[Tensor]) -> bool:
-    """Return whether autograd will ask for the gradient of any of them."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def dense_tokens(

@@ -207,8 +207,9 @@ def _kda_chunk_bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 
 def _kda_chunk_bwd_backward(ctx: Any, *_: Optional[Tensor]) -> None:
-    raise RuntimeError(
-        "chunk_kda: the gradient of a gradient is not implemented; reference.kda has one"
+    raise NotImplementedError(
+        "chunk_kda, fused_recurrent_kda: the gradient of a gradient is not implemented; "
+        "reference.kda has one"
     )
 
 

@@ -208,7 +208,7 @@ def _sdm_chunk_bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 
 def _sdm_chunk_bwd_backward(ctx: Any, *_: Optional[Tensor]) -> None:
-    raise RuntimeError(
+    raise NotImplementedError(
         "chunk_sdm: the gradient of a gradient is not implemented; reference.sdm has one"
     )
 

@@ -39,7 +39,10 @@ def _fwd_backward(ctx, d_values, d_indices):
 
 
 def _bwd_backward(ctx, *grads):
-    raise NotImplementedError("product_key_topk: double backward is not supported")
+    raise NotImplementedError(
+        "product_key_topk: the gradient of a gradient is not implemented; "
+        "reference.product_key_topk has one"
+    )
 
 
 torch.library.register_autograd(

@@ -12,6 +12,8 @@ from ._checks import (
     check_no_grad,
     check_state_indices,
     check_writable_state,
+    is_int,
+    type_name,
 )
 from ._kda_args import (
     check_offset_extras,
@@ -20,12 +22,12 @@ from ._kda_args import (
     intermediate_states,
     layout_of,
     like_query,
-    needs_gradient,
     num_sequences,
 )
 from ._kda_ops import DEFAULT_CHUNK
 from ._ops import ops
 from ._sdm_ops import dense_rows, note_mutation
+from ._transforms import check_transforms, needs_gradient
 
 _CHUNK_SIZES = (16, 32, 64)
 
@@ -174,6 +176,8 @@ def chunk_kda(
             f"{func}: cp_context must be None (context parallelism is not served), "
             f"got {type(cp_context).__name__}"
         )
+    if not is_int(chunk_size):
+        raise TypeError(f"{func}: chunk_size must be an int, got {type_name(chunk_size)}")
     if chunk_size not in _CHUNK_SIZES:
         raise ValueError(f"{func}: chunk_size must be 16, 32 or 64, got {chunk_size!r}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
@@ -189,6 +193,7 @@ def chunk_kda(
         func, q, v, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, v_first,
     )  # fmt: skip
+    check_transforms(func, q, k, v, g, beta, A_log, dt_bias, initial_state)
     needs_grad = needs_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if return_intermediate_states and needs_grad:
         raise ValueError(
@@ -299,6 +304,7 @@ def fused_recurrent_kda(
         func, q, v, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, v_first,
     )  # fmt: skip
+    check_transforms(func, q, k, v, g, beta, A_log, dt_bias, initial_state)
     out, final_state = ops.kda_recurrent_fwd(
         *dense_tokens(q, k, v, g, beta),
         A_log,

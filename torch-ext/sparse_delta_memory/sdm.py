@@ -19,6 +19,7 @@ from ._checks import (
     check_state_indices,
     check_tensor,
     check_writable_state,
+    type_name,
 )
 from ._ops import ops
 from ._sdm_ops import (
@@ -31,6 +32,7 @@ from ._sdm_ops import (
     dense_rows,
     note_mutation,
 )
+from ._transforms import check_transforms, needs_gradient
 
 _SAVE_MODES = {
     "replay": SAVE_REPLAY,
@@ -160,7 +162,8 @@ def chunk_sdm(
     check_choice(func, "save", save, tuple(_SAVE_MODES))
 
     floats = (write_val, v, beta, g, read_val, initial_state)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in floats)
+    check_transforms(func, *floats)
+    needs_grad = needs_gradient(*floats)
     chunk = effective_chunk_size(v.device, chunk_size, initial_state.dtype)
     out, final_state, *_ = ops.sdm_chunk_fwd(
         *_dense_tokens(*tokens),
@@ -365,7 +368,7 @@ def check_indices(idx: Tensor, num_slots: int) -> None:
     check_tensor(func, "idx", idx)
     check_dtype(func, "idx", idx, INDICES)
     if isinstance(num_slots, bool) or not isinstance(num_slots, int):
-        raise TypeError(f"{func}: num_slots must be an int, got {type(num_slots).__name__}")
+        raise TypeError(f"{func}: num_slots must be an int, got {type_name(num_slots)}")
     if num_slots < 0:
         raise ValueError(f"{func}: num_slots must be at least 0, got {num_slots}")
     linear = int(ops.sdm_check_indices(idx.contiguous(), num_slots))

@@ -4,12 +4,19 @@
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from . import _topk_ops  # noqa: F401  registers the fake implementations and the autograd formulas
-from ._checks import FLOATING, check_backend, check_dtype, check_tensor
+from ._checks import (
+    FLOATING,
+    check_backend,
+    check_dtype,
+    check_tensor,
+    is_int,
+    type_name,
+)
 from ._ops import ops
+from ._transforms import check_transforms
 
 _FUNC = "product_key_topk"
 _MAX_K = 1024
@@ -51,7 +58,8 @@ def product_key_topk(scores: Tensor, factor_dims: Sequence[int], k: int) -> tupl
 
     Gradients: ``scores`` gets, at every column, the sum of the gradients of the values whose slot
     uses it, and exact zeros elsewhere; roundings count as the identity. Kept for the backward: the
-    indices, ``4 * rows * k`` bytes (8 if int64). A second derivative raises NotImplementedError.
+    indices, ``4 * rows * k`` bytes (8 if int64). The gradient of a gradient is not
+    implemented; ``reference.product_key_topk`` has one.
 
     Precision: sums are float32 (float64 for float64), added in factor order; with 16-bit scores and
     more than two factors the running sum is rounded to their dtype between additions. Selection
@@ -76,6 +84,7 @@ def product_key_topk(scores: Tensor, factor_dims: Sequence[int], k: int) -> tupl
 
     """
     dims = _check_arguments(scores, factor_dims, k)
+    check_transforms(_FUNC, scores)
     if scores.shape[-1] > 1 and scores.stride(-1) != 1:
         scores = scores.contiguous()
     return ops.product_key_topk_fwd(scores, dims, k)
@@ -88,17 +97,16 @@ def _check_arguments(scores: Tensor, factor_dims: Sequence[int], k: int) -> list
     check_backend(_FUNC, "scores", scores)
     if isinstance(factor_dims, (str, bytes, Tensor)) or not isinstance(factor_dims, Sequence):
         raise TypeError(
-            f"{_FUNC}: factor_dims must be a sequence of ints, got {type(factor_dims).__name__}"
+            f"{_FUNC}: factor_dims must be a sequence of ints, got {type_name(factor_dims)}"
         )
     dims = list(factor_dims)
     for width in dims:
-        if not _is_int(width):
+        if not is_int(width):
             raise TypeError(
-                f"{_FUNC}: factor_dims must be a sequence of ints, got one with "
-                f"{type(width).__name__}"
+                f"{_FUNC}: factor_dims must be a sequence of ints, got one with {type_name(width)}"
             )
-    if not _is_int(k):
-        raise TypeError(f"{_FUNC}: k must be an int, got {type(k).__name__}")
+    if not is_int(k):
+        raise TypeError(f"{_FUNC}: k must be an int, got {type_name(k)}")
     if not dims:
         raise ValueError(f"{_FUNC}: factor_dims must have at least one factor, got {dims}")
     if min(dims) < 1:
@@ -120,7 +128,3 @@ def _check_arguments(scores: Tensor, factor_dims: Sequence[int], k: int) -> list
             f"got {len(dims)}"
         )
     return dims
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
