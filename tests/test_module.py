@@ -240,6 +240,18 @@ def test_compiles_without_a_graph_break(sdm, device, dynamic):
             close(a, b, 1e-4)
 
 
+def test_export(sdm, device):
+    """One program for every batch and length, also after the decompositions of a deployment."""
+    mixer = build(sdm, device, **OPTIONS["everything"]).eval()
+    sizes = {0: torch.export.Dim("B", min=2, max=64), 1: torch.export.Dim("T", min=2, max=4096)}
+    x = torch.randn(2, T, 24, device=device)
+    program = torch.export.export(mixer, (x,), dynamic_shapes=(sizes,))
+    for module in (program.module(), program.run_decompositions().module()):
+        for shape in ((2, T), (3, 70)):
+            x = torch.randn(*shape, 24, device=device)
+            close(module(x)[0], mixer(x)[0])
+
+
 @pytest.mark.slow
 def test_compiles_with_inductor(sdm, device):
     torch._dynamo.reset()

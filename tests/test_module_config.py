@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration, parameter names and initialisation of the mixer; errors of its call."""
 
+import copy
 import json
 import math
 import re
@@ -79,6 +80,17 @@ def test_initialisation(sdm):
     mixer.reset_parameters(init_std=0.1, factor=2.0)
     check_initial_values(mixer, 0.05)
     assert (mixer.query_bn.running_mean == 0).all() and (mixer.key_bn.running_var == 1).all()
+
+
+def test_marks_of_the_parameters_survive(sdm):
+    """Optimisers sort by these attributes, which torch does not copy along with a parameter."""
+    mixer = sdm.SparseDeltaMemory(config_of(sdm))
+    meta = sdm.SparseDeltaMemory(config_of(sdm), device="meta")
+    torch.nn.Sequential(meta).load_state_dict(torch.nn.Sequential(mixer).state_dict(), assign=True)
+    for other in (copy.deepcopy(mixer), copy.copy(mixer), meta):
+        assert other.A_log._no_weight_decay and other.dt_bias._no_weight_decay
+        assert other.memory._is_memory_bank
+        assert torch.equal(other.memory, mixer.memory)
 
 
 def test_materialises_from_the_meta_device(sdm):

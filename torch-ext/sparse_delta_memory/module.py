@@ -2,7 +2,7 @@
 """The full Sparse Delta Memory sequence mixer."""
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -112,7 +112,6 @@ class SparseDeltaMemory(nn.Module):
                 module.reset_parameters()
         if self.config.backprop_on_memory:
             truncated_normal(self.memory)
-            self.memory._is_memory_bank = True
 
         # Drawn in float32 whatever the parameters' dtype.
         uniform = torch.empty_like(self.A_log, dtype=torch.float32)
@@ -120,8 +119,22 @@ class SparseDeltaMemory(nn.Module):
         self.A_log.copy_(uniform.uniform_(low, high).clamp_(min=_SMALLEST_STEP).log_())
         step = uniform.uniform_(math.log(0.001), math.log(0.1)).exp_().clamp_(min=_SMALLEST_STEP)
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
         self.A_log._no_weight_decay = True
         self.dt_bias._no_weight_decay = True
+        if self.config.backprop_on_memory:
+            self.memory._is_memory_bank = True
+
+    # Both may have brought other parameter objects, without attributes of their own.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_parameters()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._mark_parameters()
 
     def extra_repr(self) -> str:
         """The sizes that the submodules don't show."""
