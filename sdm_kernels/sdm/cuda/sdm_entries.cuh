@@ -32,35 +32,6 @@ __device__ __forceinline__ float times_exp(float value, double x) {
   return value * (expf(high) * (1.0f + low));
 }
 
-// Where the weights of a chunk lie, writes or reads.
-struct ValuePlace {
-  const char* first;
-  int64_t token_stride, lane_stride;  // bytes
-  int high;
-  bool is_half;
-
-  __device__ __forceinline__ ValuePlace(const FloatView& view, const ChunkPlace& place)
-      : first(element_at(view, token_offset(view, place, 0), 2 + high_half(view))),
-        token_stride(view.stride[1] * (2 + high_half(view))),
-        lane_stride(view.stride[3] * (2 + high_half(view))),
-        high(high_half(view)),
-        is_half(view.dtype == DType::kF16) {}
-};
-
-__device__ __forceinline__ RawFloat
-load_value(const ValuePlace& write, const ValuePlace& read, const LaneId& id) {
-  // field by field: a choice of structures would put them into memory
-  const int high = id.write ? write.high : read.high;
-  const char* from = (id.write ? write.first : read.first) +
-                     id.token * (id.write ? write.token_stride : read.token_stride) +
-                     id.a * (id.write ? write.lane_stride : read.lane_stride);
-  RawFloat raw{0, __ldg(reinterpret_cast<const unsigned short*>(from + high))};
-  if (high != 0) {  // narrow values are one load
-    raw.low = __ldg(reinterpret_cast<const unsigned short*>(from));
-  }
-  return raw;
-}
-
 // L of write e of an earlier tile; out of line, as few groups need it.
 __device__ __noinline__ double log_before(
     const SdmTileState* states, const double* local_log, int32_t begin, int32_t e
@@ -295,8 +266,8 @@ __global__ void __launch_bounds__(kThreads, 3) sdm_entries_kernel(
     s.words[0] = last;
   }
   const int32_t writes = static_cast<int32_t>(p.in.dims.C * p.in.dims.W);
-  const ValuePlace write_values(p.in.tokens.write_val, place);
-  const ValuePlace read_values(p.in.tokens.read_val, place);
+  const ChunkView write_values(p.in.tokens.write_val, place, 2);
+  const ChunkView read_values(p.in.tokens.read_val, place, 2);
   RawFloat raw[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
@@ -308,7 +279,10 @@ __global__ void __launch_bounds__(kThreads, 3) sdm_entries_kernel(
     const LaneId id = split_lane(p, lane_of(p, word[item]));
     raw[item] = {0, 0};
     if (e < end) {
-      raw[item] = load_value(write_values, read_values, id);
+      raw[item] = load_narrow(
+          lane_element(write_values, read_values, id),
+          id.write ? write_values.high : read_values.high
+      );
     }
     const bool head = e >= end || e == 0 || slot_of(p, word[item]) != slot_of(p, before);
     const bool bound = head || (!id.write && lane_of(p, before) < writes);
@@ -344,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 3) sdm_entries_kernel(
     s.values[i] = raw_value(
         raw[item],
         write ? write_values.high : read_values.high,
-        write ? write_values.is_half : read_values.is_half
+        (write ? p.in.tokens.write_val : p.in.tokens.read_val).dtype == DType::kF16
     );
     s.sums[i] = local[item];
   }

@@ -137,11 +137,6 @@ struct EntryStorage {
   double sums[kTile];
 };
 
-// The row's bits that name entries of the chunk. `rest`: entries from the row's first one on.
-__device__ __forceinline__ uint32_t bits_inside(int32_t rest) {
-  return rest >= 32 ? ~0u : rest <= 0 ? 0u : (1u << rest) - 1;
-}
-
 // What rows take from each other, by one warp: two rows a lane.
 template <typename Word>
 __device__ __forceinline__ void link_rows(EntryStorage<Word>* s, int32_t base, int32_t end) {

@@ -147,7 +147,7 @@ cudaError_t launch_sdm_solve(const SdmPhase1Params& p, cudaStream_t stream) {
   }
   cuda::sdm_solve_kernel<<<
       static_cast<unsigned>(blocks),
-      cuda::kSolveWarps * 32,
+      cuda::kSolveThreads,
       static_cast<size_t>(smem),
       stream>>>(p);
   return cudaGetLastError();

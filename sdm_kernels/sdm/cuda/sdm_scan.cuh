@@ -19,34 +19,9 @@ namespace sdm::cuda {
 
 constexpr float kMaxGate = 1e4f;
 
-// What an entry is, told from itself and the one before it.
-struct EntryKind {
-  bool head;   // the first of its slot
-  bool bound;  // a head, or the first read after a write
-  bool owner;  // a write, the first of its token and slot
-  LaneId id;
-};
-
-// Entry e of a chunk with `end` entries; past the end everything is a bound.
-template <typename Word>
-__device__ __forceinline__ EntryKind
-entry_kind(const SdmPhase1Params& p, Word word, Word before, int32_t e, int32_t end) {
-  EntryKind kind;
-  kind.id = split_lane(p, lane_of(p, word));
-  kind.head = e >= end || e == 0 || slot_of(p, word) != slot_of(p, before);
-  const LaneId last = split_lane(p, lane_of(p, before));
-  kind.bound = kind.head || (!kind.id.write && last.write);
-  kind.owner = e < end && kind.id.write && (kind.head || last.token != kind.id.token);
-  return kind;
-}
-
-// Words of the tile's row of 32 entries, and the word before each.
-template <typename Word>
-__device__ __forceinline__ void load_row(
-    const Word* words, int32_t e, int32_t end, Word* word, Word* before
-) {
-  *word = e < end ? words[e] : Word{0};
-  *before = e > 0 && e < end ? words[e - 1] : Word{0};
+// A row's bits that name entries of the chunk. `rest`: entries from the row's first one on.
+__device__ __forceinline__ uint32_t bits_inside(int32_t rest) {
+  return rest >= 32 ? ~0u : rest <= 0 ? 0u : (1u << rest) - 1;
 }
 
 // Bits of the tile's entries, one word for each 32, and a row without any before and after them.
@@ -168,17 +143,20 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   }
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const Word* words = static_cast<const Word*>(p.sorted) + at.q * p.records.n;
-  const FloatView& gates = p.in.tokens.g;
+  const ChunkView gates(p.in.tokens.g, place, 2);
 
   if (thread == 0) {
     s.bits.clear_ends();
   }
   // rows of a warp: 32 entries at a time, consecutive
-  Word word[kItems], before[kItems];
+  Word word[kItems];
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    load_row(words, base + (warp * kItems + item) * 32 + lane, end, &word[item], &before[item]);
+    const int32_t e = base + (warp * kItems + item) * 32 + lane;
+    word[item] = e < end ? words[e] : Word{0};
   }
+  const int32_t warp_first = base + warp * kItems * 32;
+  Word last = warp_first > 0 && warp_first < end ? words[warp_first - 1] : Word{0};
   RawFloat raw[kItems];
   unsigned owners = 0;
   int heads = 0, with_writes = 0;
@@ -186,19 +164,29 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   for (int item = 0; item < kItems; ++item) {
     const int row = warp * kItems + item;
     const int32_t e = base + row * 32 + lane;
-    const EntryKind kind = entry_kind(p, word[item], before[item], e, end);
+    Word before = __shfl_up_sync(kAllLanes, word[item], 1);
+    before = lane > 0 ? before : last;
+    last = __shfl_sync(kAllLanes, word[item], 31);
+    const LaneId id = split_lane(p, lane_of(p, word[item]));
+    const LaneId id_before = split_lane(p, lane_of(p, before));
+    // past the end everything is a head
+    const bool head = e >= end || e == 0 || slot_of(p, word[item]) != slot_of(p, before);
+    const bool bound = head || (!id.write && id_before.write);
+    // a write, the first of its token and slot
+    const bool owner = e < end && id.write && (head || id_before.token != id.token);
     raw[item] = {0, 0};
-    if (kind.owner) {
+    if (owner) {
       owners |= 1u << item;
-      const int64_t offset = token_offset(gates, place, kind.id.token);
-      raw[item] =
-          load_raw(gates, p.in.dims.gate_per_write ? offset + kind.id.a * gates.stride[3] : offset);
+      raw[item] = load_narrow(
+          gates.first + id.token * gates.token_stride +
+              (p.in.dims.gate_per_write ? id.a * gates.lane_stride : 0),
+          gates.high
+      );
     }
-    const unsigned head_bits = __ballot_sync(kAllLanes, kind.head);
-    const unsigned bound_bits = __ballot_sync(kAllLanes, kind.bound);
-    const unsigned inside = __ballot_sync(kAllLanes, kind.head && e < end);
-    const unsigned writes = __ballot_sync(kAllLanes, kind.head && e < end && kind.id.write);
-    heads += __popc(inside);
+    const unsigned head_bits = __ballot_sync(kAllLanes, head);
+    const unsigned bound_bits = __ballot_sync(kAllLanes, bound);
+    const unsigned writes = __ballot_sync(kAllLanes, head && e < end && id.write);
+    heads += __popc(head_bits & bits_inside(end - (e - lane)));
     with_writes += __popc(writes);
     if (lane == 0) {
       s.bits.set_row(row, head_bits, bound_bits, writes);
@@ -210,7 +198,7 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   }
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
-    const float g = owners >> item & 1u ? raw_value(gates, raw[item]) : 0.0f;
+    const float g = owners >> item & 1u ? raw_value(p.in.tokens.g, raw[item]) : 0.0f;
     // NaN stays
     s.gates[(warp * kItems + item) * 32 + lane] =
         g > kMaxGate ? kMaxGate : (g < -kMaxGate ? -kMaxGate : g);

@@ -113,6 +113,15 @@ __device__ __forceinline__ float raw_value(const FloatView& view, const RawFloat
   return raw_value(raw, high_half(view), view.dtype == DType::kF16);
 }
 
+// As load_raw, but a narrow element is one load.
+__device__ __forceinline__ RawFloat load_narrow(const char* from, int high) {
+  RawFloat raw{0, __ldg(reinterpret_cast<const unsigned short*>(from + high))};
+  if (high != 0) {
+    raw.low = __ldg(reinterpret_cast<const unsigned short*>(from));
+  }
+  return raw;
+}
+
 // The lanes of the warp that have the same kBits lowest bits of x as this one, of those in `among`.
 // Votes: faster than __match_any_sync where most lanes differ.
 template <int kBits>
@@ -141,6 +150,31 @@ __device__ __forceinline__ LaneId split_lane(const SdmPhase1Params& p, int32_t l
   const FastDivide& by = write ? p.by_writes : p.by_reads;
   const uint32_t token = by(local);
   return {write, static_cast<int32_t>(token), static_cast<int32_t>(local - token * by.divisor)};
+}
+
+// Where the weights, gates or ids of a chunk lie.
+struct ChunkView {
+  const char* first;
+  int64_t token_stride, lane_stride;  // bytes
+  int high;                           // from an element's low half to its high half
+
+  template <typename View>
+  __device__ __forceinline__ ChunkView(const View& view, const ChunkPlace& place, int narrow)
+      : high(high_half(view)) {
+    const int size = narrow + high;
+    first = element_at(view, token_offset(view, place, 0), size);
+    token_stride = view.stride[1] * size;
+    lane_stride = view.stride[3] * size;
+  }
+};
+
+// Of either kind. Field by field: a choice of structures would put them into memory.
+const __device__ __forceinline__ char* lane_element(
+    const ChunkView& write, const ChunkView& read, const LaneId& id
+) {
+  return (id.write ? write.first : read.first) +
+         id.token * (id.write ? write.token_stride : read.token_stride) +
+         id.a * (id.write ? write.lane_stride : read.lane_stride);
 }
 
 template <typename Word>
@@ -188,26 +222,22 @@ __device__ __forceinline__ void load_slots(
     int32_t (&slots)[kSortItems]
 ) {
   const int32_t first = first_item(at), n = p.records.n;
+  const ChunkView writes(p.in.tokens.write_idx, place, 4), reads(p.in.tokens.read_idx, place, 4);
   RawId ids[kSortItems];
 #pragma unroll
   for (int item = 0; item < kSortItems; ++item) {
     const int32_t lane = first + item * 32;
+    const LaneId id = split_lane(p, lane);
     ids[item] = {~0u, ~0u};
-    if (lane < n) {
-      const LaneId id = split_lane(p, lane);
-      const IndexView& view = id.write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
-      const int high = high_half(view);
-      if (id.token < place.num_tokens) {
-        const int64_t offset = token_offset(view, place, id.token) + id.a * view.stride[3];
-        ids[item] = load_id(element_at(view, offset, 4 + high), high);
-      }
+    if (lane < n && id.token < place.num_tokens) {
+      ids[item] = load_id(lane_element(writes, reads, id), id.write ? writes.high : reads.high);
     }
   }
+  const int32_t end_writes = static_cast<int32_t>(p.in.dims.C * p.in.dims.W);
 #pragma unroll
   for (int item = 0; item < kSortItems; ++item) {
-    const bool write = first + item * 32 < p.in.dims.C * p.in.dims.W;
-    const IndexView& view = write ? p.in.tokens.write_idx : p.in.tokens.read_idx;
-    slots[item] = id_below(ids[item], high_half(view), static_cast<int>(p.in.dims.S));
+    const int high = first + item * 32 < end_writes ? writes.high : reads.high;
+    slots[item] = id_below(ids[item], high, static_cast<int>(p.in.dims.S));
   }
 }
 
@@ -248,7 +278,7 @@ __device__ __forceinline__ unsigned load_words(
 
 // Grid: num_q * sort_tiles blocks.
 template <typename Word, bool kFirst>
-__global__ void __launch_bounds__(kThreads) sdm_sort_count_kernel(
+__global__ void __launch_bounds__(kThreads, kFirst ? 3 : 4) sdm_sort_count_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
   __shared__ uint32_t s_digits[kDigits];
