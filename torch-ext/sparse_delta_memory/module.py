@@ -31,7 +31,9 @@ class SparseDeltaMemory(nn.Module):
     `readings_norm`, `query_bn`, `key_bn`.
 
     `A_log` and `dt_bias` carry `_no_weight_decay = True`, and `memory` carries
-    `_is_memory_bank = True` so that a parameter count can leave it out.
+    `_is_memory_bank = True` so that a parameter count can leave it out. Copies and loaded state
+    dicts keep these attributes; wrappers that make parameters of their own, like `fully_shard`,
+    do not, so sort by name there.
 
     Precision: projections run in the module's dtype, or autocast's; gates, log-decay and
     activations are computed in float32, the memory as `chunk_sdm` says. The bank has the dtype
