@@ -111,11 +111,12 @@ def chunk_sdm(
     four keep the final state. With a rounded form ``v``, ``beta`` and ``initial_state`` still get
     the exact gradient; ``write_val``, ``g`` and ``read_val`` an approximate one. A call that needs
     no gradient keeps nothing, and its working memory does not grow with T. The gradient of a
-    gradient raises RuntimeError. The backward may run twice (``retain_graph=True``).
+    gradient is not implemented; ``reference.sdm`` has one. The backward may run twice
+    (``retain_graph=True``).
 
-    Precision: float32 (float64 for float64), with float64 sums of log decays; a bank row is rounded
-    to the bank's dtype once for each chunk that writes it, ``out`` once. Tolerances:
-    docs/numerics.md, class "chunk".
+    Precision: float32 (float64 for float64), with float64 decays; a bank row is rounded to the
+    bank's dtype once for each chunk that writes it, ``out`` once. Tolerances: docs/numerics.md,
+    class "chunk".
 
     Determinism: bitwise the same from run to run, for any number of threads, and whatever else is
     in the batch. ``"replay"`` and ``"rows"`` give the same bits. Different chunk sizes round
@@ -124,8 +125,7 @@ def chunk_sdm(
     Support: CPU, and CUDA from compute capability 8.0 without float64; anything else raises
     NotImplementedError. S up to 2**31 - 1. On CUDA a chunk has at most 256 tokens, less where a
     block has less shared memory (a longer ``chunk_size`` is cut); the gradient of a bank is kept in
-    the bank's dtype and rounded once for each chunk that touches a row; a value that is not finite
-    may reach every token of its chunk.
+    the bank's dtype and rounded once for each chunk that touches a row.
 
     Works under ``torch.compile(fullgraph=True)`` with dynamic B and T, ``torch.export`` and both
     kinds of activation checkpointing. Autocast changes nothing: dtypes are taken as given.
