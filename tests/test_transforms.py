@@ -54,6 +54,16 @@ def test_forward_mode_is_refused(sdm, device, name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_forward_mode_is_refused(sdm, device, name):
+    torch._dynamo.reset()
+    call, x = function_of(sdm, name, device)
+    compiled = torch.compile(lambda y: torch.func.jvp(call, (y,), (y,)), backend="eager")
+    with pytest.raises(NotImplementedError, match=f"^{name}: {MESSAGE}"):
+        compiled(x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_differentiating_transforms_are_refused(sdm, device, name):
     call, x = function_of(sdm, name, device)
     for transform in (torch.func.grad, torch.func.jacrev):

@@ -11,6 +11,11 @@ from torch.autograd import forward_ad
 transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _functorch = getattr(torch._C, "_functorch", None)
 
+_MESSAGE = (
+    "forward mode and the transforms of torch.func that differentiate are not implemented; "
+    "torch.autograd.grad and backward() are, and `reference` has all"
+)
+
 
 def check_transforms(func: str, *tensors: Optional[Tensor]) -> None:
     """Raise NotImplementedError where torch.func or forward mode asks for a derivative.
@@ -18,17 +23,19 @@ def check_transforms(func: str, *tensors: Optional[Tensor]) -> None:
     The ops have formulas for the backward only. Forward mode would give a tangent of zero without a
     word, and the transforms of torch.func fail with a message about something else.
     """
+    in_forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
     if torch.compiler.is_compiling():
+        if (
+            in_forward_mode
+        ):  # torch.func.jvp inside; a trace does not tell which tensors have tangents
+            raise NotImplementedError(f"{func}: {_MESSAGE}")
         return
     transformed = transforms_active()
-    if not transformed and getattr(forward_ad, "_current_level", -1) < 0:
+    if not transformed and not in_forward_mode:
         return
     for x in tensors:
         if x is not None and (_has_tangent(x) or (transformed and _is_differentiated(x))):
-            raise NotImplementedError(
-                f"{func}: forward mode and the transforms of torch.func that differentiate are not "
-                "implemented; torch.autograd.grad and backward() are, and `reference` has all"
-            )
+            raise NotImplementedError(f"{func}: {_MESSAGE}")
 
 
 def needs_gradient(*tensors: Optional[Tensor]) -> bool:
