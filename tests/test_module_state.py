@@ -238,6 +238,24 @@ def test_decode_compiles(sdm, device):
     assert state.count.tolist() == [24]
 
 
+def test_whole_generation_compiles(sdm, device):
+    """A state that is made, copied and reset inside of the compiled function."""
+    torch._dynamo.reset()
+    mixer = build(sdm, device)
+
+    def generate(x):
+        state = mixer.init_state(1)
+        y, state = mixer(x[:, :20], state)
+        z, _ = mixer(x[:, 20:], state.clone())
+        return torch.cat([y, z], dim=1), state.reset().bank
+
+    x = torch.randn(1, 24, 24, device=device)
+    with torch.no_grad():
+        y, bank = torch.compile(generate, fullgraph=True, backend="aot_eager")(x)
+    close(y, mixer(x)[0])
+    close(bank[0], mixer.initial_bank())
+
+
 def test_decode_in_inference_mode(sdm, device):
     mixer = build(sdm, device)
     x = torch.randn(1, 24, 24, device=device)
@@ -247,3 +265,19 @@ def test_decode_in_inference_mode(sdm, device):
         parts = [mixer(part, state)[0] for part in x.split([20, 1, 3], dim=1)]
         state.reset()
     close(torch.cat(parts, dim=1), expected)
+
+
+def test_state_made_in_inference_mode_is_an_ordinary_one(sdm, device):
+    mixer = build(sdm, device)
+    x = torch.randn(1, 24, 24, device=device)
+    expected = mixer(x)[0]
+    with torch.inference_mode():
+        state = mixer.init_state(1)
+        parts = [mixer(x[:, :20], state)[0]]
+        branch = state.clone()
+    with torch.no_grad():
+        parts.append(mixer(x[:, 20:], state)[0])
+        again, _ = mixer(x[:, 20:], branch)
+    close(torch.cat(parts, dim=1), expected)
+    assert torch.equal(again, parts[1])
+    assert state.reset().count.tolist() == [0]

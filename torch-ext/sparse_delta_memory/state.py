@@ -74,9 +74,14 @@ class SparseDeltaMemoryState:
                 )
             dtype = dtype or initial_bank.dtype
             device = device or initial_bank.device
-        self.bank = torch.empty(shape, dtype=dtype, device=device)
-        self.count = torch.full((batch_size,), count, dtype=torch.int64, device=self.bank.device)
-        self._fill(slice(None))
+        # Ordinary tensors also if made in inference mode: calls outside of it may advance them.
+        with torch.inference_mode(False):
+            self.bank = torch.empty(shape, dtype=dtype, device=device)
+            self.count = torch.full(
+                (batch_size,), count, dtype=torch.int64, device=self.bank.device
+            )
+        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+            self._fill(slice(None))
 
     @property
     def batch_size(self) -> int:
@@ -94,7 +99,6 @@ class SparseDeltaMemoryState:
     def __repr__(self) -> str:
         return f"SparseDeltaMemoryState(bank={tuple(self.bank.shape)}, dtype={self.bank.dtype})"
 
-    @torch.no_grad()
     def reset(self, sequences: Optional[torch.Tensor] = None) -> "SparseDeltaMemoryState":
         """Go back to the initial bank and to count 0, in place.
 
@@ -103,8 +107,9 @@ class SparseDeltaMemoryState:
                 resets all.
         """
         rows = slice(None) if sequences is None else sequences
-        self._fill(rows)
-        self.count[rows] = 0
+        with torch.no_grad():
+            self._fill(rows)
+            self.count[rows] = 0
         return self
 
     @torch.no_grad()
@@ -127,10 +132,10 @@ class SparseDeltaMemoryState:
         """A copy with its own bank and count, for instance to branch a generation."""
         other = object.__new__(SparseDeltaMemoryState)
         other.initial_bank = self.initial_bank
-        other.bank, other.count = self.bank.clone(), self.count.clone()
+        with torch.inference_mode(False):
+            other.bank, other.count = self.bank.clone(), self.count.clone()
         return other
 
-    @torch.no_grad()
     def _fill(self, rows) -> None:
         if self.initial_bank is None:
             self.bank[rows] = 0
