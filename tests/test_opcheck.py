@@ -36,7 +36,8 @@ def backward_args(ops, inputs, save_mode, *, d_state=True, need_state=True, chun
     out, state, *saved = ops.sdm_chunk_fwd(
         *forward_args(inputs, save_mode=save_mode, chunk=chunk, segment=segment)
     )
-    bank = inputs.initial_state if save_mode == 1 else state
+    log = save_mode == 2 and inputs.initial_state.is_cuda
+    bank = inputs.initial_state if save_mode == 1 or log else state
     x = inputs
     return (
         torch.randn_like(out), torch.randn_like(state) if d_state else None,
@@ -169,18 +170,20 @@ def test_forward_checks_again(ops, device):
 @pytest.mark.parametrize("save_mode", [1, 2, 4])
 def test_backward_checks_again(ops, device, save_mode):
     good = backward_args(ops, make(BASE, device), save_mode)
-    d_out, d_state, *_, errors, rows, scales = good[:13]
+    d_out, d_state, *_, errors, rows, scales, links = good[:14]
     wrong = {
         "d_out": (0, d_out[..., :-1]),
         "d_final_state": (1, d_state.double()),
         "errors": (10, errors.bfloat16()),
         "saved_rows": (11, rows[:-1]),
-        "chunk_size": (13, -1),
-        "save_mode": (14, 0),
-        "segment_chunks": (15, 0),
+        "chunk_size": (14, -1),
+        "save_mode": (15, 0),
+        "segment_chunks": (16, 0),
     }
     if save_mode == 4:
         wrong["row_scales"] = (12, scales.half())
+    if links.numel():
+        wrong["row_links"] = (13, links[:-1])
     if torch.device(device).type == "cuda":
         wrong["errors must be on"] = (10, errors.cpu())
         wrong["saved_rows must be on"] = (11, rows.cpu())

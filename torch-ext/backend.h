@@ -16,6 +16,8 @@
 namespace sdm::ext {
 
 struct Cpu {
+  static constexpr bool kLogsRows = false;  // SdmSaveArgs
+
   explicit Cpu(const Tensor&) {}
 };
 
@@ -23,6 +25,8 @@ struct Cpu {
 // The device of a tensor, the current one while this lives.
 class Cuda {
  public:
+  static constexpr bool kLogsRows = true;
+
   explicit Cuda(const Tensor& like) : like_(like), guard_(like.get_device_index()) {}
 
   cudaStream_t stream() const { return current_stream(like_); }

@@ -174,6 +174,13 @@ std::vector<int64_t> saved_rows_shape(
   return {d.H, rows, mode == SdmSave::kInt4 ? ceil_div(d.D, 2) : d.D};
 }
 
+// The links of a log's rows, and the last row of every slot (cuda/sdm_sources.h).
+int64_t num_row_links(
+    const SdmDims& d, const SdmSaveArgs& save, const std::vector<int64_t>& saved_shape
+) {
+  return save.log() ? d.H * (saved_shape[1] + d.N * d.S) : 0;
+}
+
 }  // namespace
 
 SdmFwdCall prepare_sdm_fwd(
@@ -198,7 +205,7 @@ SdmFwdCall prepare_sdm_fwd(
   const auto saved_shape =
       saved_rows_shape(d, mode, save.segment_chunks, tokens.cu_seqlens.has_value());
 
-  const bool wants_bank = output_final_state || saves_rows(mode);
+  const bool wants_bank = output_final_state || (saves_rows(mode) && !save.log());
   const bool scaled = mode == SdmSave::kFp8 || mode == SdmSave::kInt4;
   Tensor out = new_result(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);
   Tensor final_state = wants_bank ? new_result(v, {d.N, d.H, d.S, d.D}, in.bank_dtype)
@@ -208,6 +215,7 @@ SdmFwdCall prepare_sdm_fwd(
   Tensor saved_rows = new_result(v, saved_shape, saved_row_type(mode, in.bank_dtype));
   Tensor row_scales = scaled ? new_result(v, {saved_shape[0], saved_shape[1]}, DType::kF32)
                              : new_result(v, {0}, DType::kF32);
+  Tensor row_links = new_empty(v, {num_row_links(d, save, saved_shape)}, ScalarType::Int);
 
   SdmFwdParams p{};
   p.dims = d;
@@ -227,7 +235,8 @@ SdmFwdCall prepare_sdm_fwd(
     p.saved.checkpoints = mode == SdmSave::kReplay ? saved_shape[0] : 0;
   }
   p.saved.scales = scaled ? static_cast<float*>(row_scales.mutable_data_ptr()) : nullptr;
-  return {p, out, final_state, errors, saved_rows, row_scales};
+  p.saved.links = save.log() ? static_cast<int32_t*>(row_links.mutable_data_ptr()) : nullptr;
+  return {p, out, final_state, errors, saved_rows, row_scales, row_links};
 }
 
 SdmBwdCall prepare_sdm_bwd(
@@ -248,7 +257,7 @@ SdmBwdCall prepare_sdm_bwd(
   check(mode != SdmSave::kNone, op, ": save_mode 0 keeps nothing to differentiate from");
   const bool one_bank = bank.dim() == 3;
   check(
-      one_bank ? mode == SdmSave::kReplay && shared_bank : bank.size(0) == d.N,
+      one_bank ? (mode == SdmSave::kReplay || save.log()) && shared_bank : bank.size(0) == d.N,
       op,
       ": the bank does not fit save_mode and shared_bank"
   );
@@ -274,6 +283,12 @@ SdmBwdCall prepare_sdm_bwd(
     check_contiguous(op, "row_scales", saved.row_scales);
     check_same_device(op, "row_scales", saved.row_scales, bank);
   }
+  if (save.log()) {
+    check_shape(op, "row_links", saved.row_links, {num_row_links(d, save, saved_shape)});
+    check_scalar_type(op, "row_links", saved.row_links, ScalarType::Int);
+    check_contiguous(op, "row_links", saved.row_links);
+    check_same_device(op, "row_links", saved.row_links, bank);
+  }
 
   SdmBwdParams p{};
   p.d_out = read_token_rows(op, "d_out", tokens, in);
@@ -296,6 +311,10 @@ SdmBwdCall prepare_sdm_bwd(
   if (scaled) {
     p.saved.scales =
         const_cast<float*>(static_cast<const float*>(saved.row_scales.const_data_ptr()));
+  }
+  if (save.log()) {
+    p.saved.links =
+        const_cast<int32_t*>(static_cast<const int32_t*>(saved.row_links.const_data_ptr()));
   }
   p.shared_bank = shared_bank;
 

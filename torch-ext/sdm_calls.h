@@ -28,6 +28,9 @@ struct SdmTokenArgs {
 struct SdmSaveArgs {
   int64_t mode;
   int64_t segment_chunks;
+  bool logs_rows;  // SdmSave::kRows keeps a log of new rows rather than old ones
+
+  bool log() const { return logs_rows && static_cast<SdmSave>(mode) == SdmSave::kRows; }
 };
 
 // What the forward has kept for the backward.
@@ -35,14 +38,15 @@ struct SdmSavedArgs {
   const Tensor& errors;
   const Tensor& rows;
   const Tensor& row_scales;
+  const Tensor& row_links;
 };
 
 struct SdmFwdCall {
   SdmFwdParams params;
-  Tensor out, final_state, errors, saved_rows, row_scales;
+  Tensor out, final_state, errors, saved_rows, row_scales, row_links;
 
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
-    return {out, final_state, errors, saved_rows, row_scales};
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
+    return {out, final_state, errors, saved_rows, row_scales, row_links};
   }
 };
 

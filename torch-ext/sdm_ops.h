@@ -12,9 +12,9 @@
 
 namespace sdm::ext {
 
-// Returns out, final_state, errors, saved_rows, row_scales.
+// Returns out, final_state, errors, saved_rows, row_scales, row_links.
 template <typename Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd(
     const Tensor& write_idx,
     const Tensor& write_val,
     const Tensor& v,
@@ -37,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_fwd(
       initial_state,
       chunk_size,
       output_final_state,
-      {save_mode, segment_chunks}
+      {save_mode, segment_chunks, Backend::kLogsRows}
   );
   run_sdm_fwd(backend, op, call.params, cu_seqlens, std::nullopt, call.params.dims.N);
   return call.results();
@@ -59,6 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd(
     const Tensor& errors,
     const Tensor& saved_rows,
     const Tensor& row_scales,
+    const Tensor& row_links,
     int64_t chunk_size,
     int64_t save_mode,
     int64_t segment_chunks,
@@ -72,9 +73,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> sdm_chunk_bwd(
       {write_idx, write_val, d_out, beta, g, read_idx, read_val, cu_seqlens},
       d_final_state,
       bank,
-      {errors, saved_rows, row_scales},
+      {errors, saved_rows, row_scales, row_links},
       chunk_size,
-      {save_mode, segment_chunks},
+      {save_mode, segment_chunks, Backend::kLogsRows},
       shared_bank,
       need_state_grad
   );

@@ -14,13 +14,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, ops) {
       "sdm_chunk_fwd(Tensor write_idx, Tensor write_val, Tensor v, Tensor beta, Tensor g, "
       "Tensor read_idx, Tensor read_val, Tensor initial_state, Tensor? cu_seqlens, "
       "int chunk_size, bool output_final_state, int save_mode, int segment_chunks) "
-      "-> (Tensor out, Tensor final_state, Tensor errors, Tensor saved_rows, Tensor row_scales)"
+      "-> (Tensor out, Tensor final_state, Tensor errors, Tensor saved_rows, Tensor row_scales, "
+      "Tensor row_links)"
   );
   ops.def(
       "sdm_chunk_bwd(Tensor d_out, Tensor? d_final_state, Tensor write_idx, Tensor write_val, "
       "Tensor beta, Tensor g, Tensor read_idx, Tensor read_val, Tensor bank, Tensor? cu_seqlens, "
-      "Tensor errors, Tensor saved_rows, Tensor row_scales, int chunk_size, int save_mode, "
-      "int segment_chunks, bool shared_bank, bool need_state_grad) "
+      "Tensor errors, Tensor saved_rows, Tensor row_scales, Tensor row_links, int chunk_size, "
+      "int save_mode, int segment_chunks, bool shared_bank, bool need_state_grad) "
       "-> (Tensor d_write_val, Tensor d_v, Tensor d_beta, Tensor d_g, Tensor d_read_val, "
       "Tensor d_initial_state)"
   );

@@ -53,12 +53,13 @@ inline bool saves_rows(SdmSave save) {
 
 struct SdmSaved {
   SdmSave mode;
-  int64_t segment_chunks;  // replay: chunks between two bank checkpoints
-  void* errors;            // [B, T, H, D] contiguous, compute type: e = v - r of every token
-  void* rows;              // replay: bank checkpoints [K, H, S, D]; rows modes: [H, Q, row bytes]
-  float* scales;           // fp8 and int4: [H, Q]
-  int64_t rows_per_head;   // Q
-  int64_t checkpoints;     // replay: K
+  int64_t segment_chunks;    // replay: chunks between two bank checkpoints
+  void* errors;              // [B, T, H, D] contiguous, compute type: e = v - r of every token
+  void* rows;                // replay: bank checkpoints [K, H, S, D]; rows modes: [H, Q, row bytes]
+  float* scales;             // fp8 and int4: [H, Q]
+  int64_t rows_per_head;     // Q
+  int64_t checkpoints;       // replay: K
+  int32_t* links = nullptr;  // rows on CUDA: [H, Q] and [N, H, S], see cuda/sdm_sources.h
 };
 
 struct SdmFwdParams {

@@ -12,6 +12,11 @@ from ._ops import add_op_namespace_prefix, ops
 SAVE_NONE, SAVE_REPLAY, SAVE_ROWS, SAVE_BF16, SAVE_FP8, SAVE_INT4 = range(6)
 
 
+def _logs_rows(initial_state: Tensor, save_mode: int) -> bool:
+    """Whether the kept rows are a log of new ones, after the initial bank, rather than old ones."""
+    return save_mode == SAVE_ROWS and initial_state.device.type == "cuda"
+
+
 def dense_rows(x: Tensor) -> Tensor:
     """Return ``x``, copied if its last dimension is not contiguous: what the kernels demand."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
@@ -38,7 +43,7 @@ def _sdm_chunk_fwd_fake(
     output_final_state: bool,
     save_mode: int,
     segment_chunks: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, length, heads, dim = v.shape
     lanes = write_idx.shape[-1]
     num_slots = initial_state.shape[-2]
@@ -47,11 +52,13 @@ def _sdm_chunk_fwd_fake(
 
     out = v.new_empty((batch, length, heads, dim))
     final_state = initial_state.new_empty(0)
-    if output_final_state or save_mode >= SAVE_ROWS:
+    log = _logs_rows(initial_state, save_mode)
+    if output_final_state or (save_mode >= SAVE_ROWS and not log):
         final_state = initial_state.new_empty((num, heads, num_slots, dim))
     errors = v.new_empty((batch, length, heads, dim) if save_mode else 0, dtype=compute)
     saved_rows = initial_state.new_empty(0)
     row_scales = v.new_empty(0, dtype=torch.float32)
+    row_links = v.new_empty(0, dtype=torch.int32)
 
     if save_mode == SAVE_REPLAY:
         # The bank at each segment boundary inside a sequence; packed: room for the worst split.
@@ -77,7 +84,9 @@ def _sdm_chunk_fwd_fake(
         saved_rows = initial_state.new_empty((heads, num_rows, row_size), dtype=dtype)
         if save_mode >= SAVE_FP8:
             row_scales = v.new_empty((heads, num_rows), dtype=torch.float32)
-    return out, final_state, errors, saved_rows, row_scales
+        if log:
+            row_links = v.new_empty(heads * (num_rows + num * num_slots), dtype=torch.int32)
+    return out, final_state, errors, saved_rows, row_scales, row_links
 
 
 @torch.library.register_fake(add_op_namespace_prefix("sdm_chunk_bwd"))
@@ -95,6 +104,7 @@ def _sdm_chunk_bwd_fake(
     errors: Tensor,
     saved_rows: Tensor,
     row_scales: Tensor,
+    row_links: Tensor,
     chunk_size: int,
     save_mode: int,
     segment_chunks: int,
@@ -148,20 +158,21 @@ def _sdm_check_indices_fake(idx: Tensor, num_slots: int) -> Tensor:
 def _sdm_chunk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     write_idx, write_val, v, beta, g, read_idx, read_val, initial_state, cu_seqlens = inputs[:9]
     chunk_size, output_final_state, save_mode, segment_chunks = inputs[9:]
-    _, final_state, errors, saved_rows, row_scales = output
+    _, final_state, errors, saved_rows, row_scales, row_links = output
     ctx.set_materialize_grads(False)
     unused = () if output_final_state else (final_state,)
-    ctx.mark_non_differentiable(errors, saved_rows, row_scales, *unused)
+    ctx.mark_non_differentiable(errors, saved_rows, row_scales, row_links, *unused)
     ctx.out_dtype = v.dtype
     ctx.shared_bank = initial_state.dim() == 3
     ctx.options = (chunk_size, save_mode, segment_chunks)
     if save_mode == SAVE_NONE:
         return
-    # Replay starts from the initial bank; the saved rows turn the final bank back into it.
-    bank = initial_state if save_mode == SAVE_REPLAY else final_state
+    # Replay and a log start from the initial bank; old rows turn the final bank back into it.
+    from_start = save_mode == SAVE_REPLAY or _logs_rows(initial_state, save_mode)
+    bank = initial_state if from_start else final_state
     ctx.save_for_backward(
         write_idx, write_val, beta, g, read_idx, read_val, bank, cu_seqlens,
-        errors, saved_rows, row_scales,
+        errors, saved_rows, row_scales, row_links,
     )  # fmt: skip
 
 
@@ -174,7 +185,7 @@ def _sdm_chunk_backward(
         raise RuntimeError("sdm_chunk_fwd: save_mode 0 keeps nothing for a backward")
     # Hooks on saved tensors may hand back other strides than they were given.
     write_idx, write_val, beta, g, read_idx, read_val, bank, cu_seqlens, *saved = ctx.saved_tensors
-    errors, saved_rows, row_scales = (x.contiguous() for x in saved)
+    errors, saved_rows, row_scales, row_links = (x.contiguous() for x in saved)
     if d_out is None:
         d_out = errors.new_zeros(errors.shape, dtype=ctx.out_dtype)
     needed = ctx.needs_input_grad
@@ -192,6 +203,7 @@ def _sdm_chunk_backward(
         errors,
         saved_rows,
         row_scales,
+        row_links,
         *ctx.options,
         ctx.shared_bank,
         needed[7],

@@ -89,7 +89,8 @@ def chunk_sdm(
         output_final_state: whether the banks after the last token are returned.
         save: what a call that needs gradients keeps for the backward. ``"replay"``: banks at
             segment boundaries, exact, the backward repeats the writes. ``"rows"``: each row before
-            it is overwritten, exact. ``"bf16"``, ``"fp8"``, ``"int4"``: those rows rounded.
+            it is overwritten, or on CUDA after it is written, exact. ``"bf16"``, ``"fp8"``,
+            ``"int4"``: the rows before, rounded.
 
     The floating dtypes are float32, bfloat16 and float16 in any mixture, or float64 for all. Strides
     are free as long as nothing overlaps that is written; an argument whose last dimension is not
@@ -108,7 +109,7 @@ def chunk_sdm(
     ``"replay"`` keeps ``B*H*S*D*E`` bytes for each ``max(4*S, 16384)/W`` tokens of a sequence;
     ``"rows"`` at most ``min(C*W, S)*D*E`` bytes for each chunk and head, ``"bf16"``, ``"fp8"`` and
     ``"int4"`` the same with 2, 1 and 1/2 bytes an element (and 4 a row for the last two), and all
-    four keep the final state. With a rounded form ``v``, ``beta`` and ``initial_state`` still get
+    four keep the final state; ``"rows"`` on CUDA instead 4 bytes a row and a slot. With a rounded form ``v``, ``beta`` and ``initial_state`` still get
     the exact gradient; ``write_val``, ``g`` and ``read_val`` an approximate one. A call that needs
     no gradient keeps nothing, and its working memory does not grow with T. The gradient of a
     gradient is not implemented; ``reference.sdm`` has one. The backward may run twice

@@ -217,8 +217,17 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
       SDM_RETURN_IF_ERROR(launch_sdm_merge(
           p.dims, p.window, p.sequences, p.records, base.bank_dtype, memory.product, stream
       ));
+      const bool log = base.saved.mode == SdmSave::kRows;
       const SavedRowsLayout layout{
-          replay, zero_gradient, rows_of_chunk(dims, dims.C), base.saved.rows_per_head
+          replay ? SavedRows::kReplayLog
+          : log  ? SavedRows::kLog
+                 : SavedRows::kOld,
+          zero_gradient,
+          false,
+          rows_of_chunk(dims, dims.C),
+          base.saved.rows_per_head,
+          base.saved.links,
+          log ? written_at_end(base.saved, dims, n) : nullptr
       };
       SDM_RETURN_IF_ERROR(launch_sdm_sources(
           p.dims,

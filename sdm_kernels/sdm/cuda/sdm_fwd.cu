@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Forward of sparse delta memory on CUDA: windows of chunks, phase 1 then chunk after chunk.
+//!
+//! With save="rows" no bank is advanced: every chunk appends the rows that it writes to a log,
+//! which the backward keeps, and a row is read where it lies (sdm_sources.h).
 
 #include "sdm_kernels/sdm/cuda/sdm_chunk_launch.h"
 #include "sdm_kernels/sdm/cuda/sdm_gather.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_merge.h"
 #include "sdm_kernels/sdm/cuda/sdm_save.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_sources.h"
 #include "sdm_kernels/sdm/cuda/sdm_update.cuh"
 
 namespace sdm {
@@ -13,26 +17,48 @@ namespace {
 
 struct FwdMemory {
   ChunkMemory chunk;
-  void* bank;  // [N, H, S, D] when the caller wants no final bank
+  void* bank;          // [N, H, S, D] when the caller wants no final bank
+  SdmSources sources;  // of a group, for a log
   void* phase1;
   float* product;  // qk * inverse of a window
 };
+
+bool makes_log(const SdmFwdParams& p) {
+  return p.saved.mode == SdmSave::kRows;
+}
 
 cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* memory) {
   const SdmDims group = group_dims(p.dims);
   memory->chunk = carve_chunk(carver, p.dims, group, true);
   const int64_t bank_bytes = p.dims.N * p.dims.H * p.dims.S * p.dims.D * element_size(p.bank_dtype);
-  memory->bank = p.bank.data == nullptr ? carver->take(bank_bytes) : nullptr;
+  const bool log = makes_log(p);
+  memory->bank = p.bank.data == nullptr && !log ? carver->take(bank_bytes) : nullptr;
   const SdmWindow window{0, window_chunks(group)};
+  const int64_t streams = log ? group.N * group.H : 0;
+  memory->sources.row = carver->take<int>(streams * window.chunks * lanes_of_chunk(group));
+  memory->sources.touched = carver->take<int>(streams * group.S);
   memory->product = carver->take<float>(merge_cells(group, window));
   return carve_phase1(carver, p.dims, group, window, &memory->phase1);
 }
 
 // Zeroes what the saved tensor reserves beyond the chunks of all sequences. Which rows those are is
-// known on the host only without cu_seqlens; otherwise all are zeroed first.
+// known on the host only without cu_seqlens; otherwise all are zeroed first. A log has such rows in
+// every chunk, which nobody reads: a large one is left as it is.
 cudaError_t clear_unused_saved(const SdmFwdParams& p, bool packed, cudaStream_t stream) {
   const SdmDims& dims = p.dims;
   char* rows = static_cast<char*>(p.saved.rows);
+  if (makes_log(p)) {
+    constexpr int64_t kSmall = 1 << 20;
+    const int64_t count = dims.H * p.saved.rows_per_head;
+    const int64_t bytes = count * dims.D * element_size(p.bank_dtype);
+    if (bytes > kSmall) {
+      return cudaSuccess;
+    }
+    SDM_RETURN_IF_ERROR(cudaMemsetAsync(rows, 0, static_cast<size_t>(bytes), stream));
+    return cudaMemsetAsync(
+        p.saved.links, 0, static_cast<size_t>(count) * sizeof(*p.saved.links), stream
+    );
+  }
   if (p.saved.mode == SdmSave::kReplay && packed) {
     const int64_t bytes =
         p.saved.checkpoints * dims.H * dims.S * dims.D * element_size(p.bank_dtype);
@@ -95,35 +121,72 @@ cudaError_t launch_quantise(const SdmChunkParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename S, bool kAligned>
-cudaError_t run_chunk(const SdmChunkParams& p, const CardLimits& card, cudaStream_t stream) {
-  if (p.saved.mode > SdmSave::kRows) {  // a lossy row needs all its columns at once
+// `update`: somebody reads the bank afterwards.
+template <typename S, bool kAligned, bool kLog>
+cudaError_t run_chunk(
+    const SdmChunkParams& p, const CardLimits& card, bool update, cudaStream_t stream
+) {
+  if (!kLog && p.saved.mode > SdmSave::kRows) {  // a lossy row needs all its columns at once
     SDM_RETURN_IF_ERROR(launch_quantise<S>(p, stream));
   }
   SDM_RETURN_IF_ERROR(launch_blocks(
-      &sdm_gather_kernel<S, kAligned>,
+      &sdm_gather_kernel<S, kAligned, kLog>,
       p,
       gather_blocks(p.dims, p.num_slices, fwd_gather_shape(p)),
       kGatherThreads,
       0,
-      stream
+      stream,
+      card.overlap
   ));
   SDM_RETURN_IF_ERROR((launch_solve_chunk<S, false>(p, card, stream)));
+  if (!update) {
+    return cudaSuccess;
+  }
   return launch_slots<S, UpdateShape>(
       p,
       p.records.Cp,
       card,
       [&](auto wide, const SdmChunkParams& shared, int64_t blocks, int64_t smem) {
         return launch_blocks(
-            &sdm_update_kernel<S, kAligned, decltype(wide)::value, false>,
+            &sdm_update_kernel<S, kAligned, decltype(wide)::value, kLog>,
             shared,
             blocks,
             UpdateShape::kThreads,
             smem,
-            stream
+            stream,
+            card.overlap
         );
       }
   );
+}
+
+// Where the rows of a window lie, for gather and update. n: its first sequence.
+cudaError_t launch_log_sources(
+    const SdmFwdParams& base,
+    const SdmChunkParams& p,
+    int64_t n,
+    SdmSources* sources,
+    cudaStream_t stream
+) {
+  const int64_t end = p.window.first_chunk + p.window.chunks;
+  const bool keep_all = base.bank.data != nullptr || end < most_chunks(p.dims);
+  sources->written = written_at_end(base.saved, base.dims, n);
+  if (!keep_all) {
+    SDM_RETURN_IF_ERROR(launch_forget_touched(p.dims, *sources, stream));
+  }
+  const SavedRowsLayout layout{
+      SavedRows::kForwardLog,
+      false,
+      keep_all,
+      rows_of_chunk(p.dims, p.dims.C),
+      base.saved.rows_per_head,
+      base.saved.links,
+      nullptr
+  };
+  SDM_RETURN_IF_ERROR(launch_sdm_sources(
+      p.dims, p.sequences, p.window, p.records, layout, *sources, p.window.first_chunk == 0, stream
+  ));
+  return launch_lane_sources(p.dims, p.sequences, p.window, p.records, *sources, stream);
 }
 
 // One window whose records are ready. first_bank: that of its first sequence.
@@ -132,10 +195,13 @@ cudaError_t run_window(
     SdmChunkParams p,
     const BankView& first_bank,
     DType bank_dtype,
-    const CardLimits& card,
+    CardLimits card,
     bool aligned,
+    bool final_bank,
     cudaStream_t stream
 ) {
+  void (*const gather)(SdmChunkParams) = &sdm_gather_kernel<S, true, false>;
+  SDM_RETURN_IF_ERROR(may_overlap(reinterpret_cast<const void*>(gather), &card.overlap));
   for (p.k = 0; p.k < p.window.chunks; ++p.k) {
     const int64_t chunk = p.window.first_chunk + p.k;
     if (p.saved.mode == SdmSave::kReplay && chunk > 0 && chunk % p.saved.segment_chunks == 0) {
@@ -150,9 +216,14 @@ cudaError_t run_window(
           p.saved.segment_chunks
       ));
     }
-    SDM_RETURN_IF_ERROR(
-        (aligned ? run_chunk<S, true>(p, card, stream) : run_chunk<S, false>(p, card, stream))
-    );
+    const bool update = final_bank || chunk + 1 < most_chunks(p.dims);
+    const auto run = [&](auto is_aligned) {
+      constexpr bool kAligned = decltype(is_aligned)::value;
+      return p.saved.mode == SdmSave::kRows
+                 ? run_chunk<S, kAligned, true>(p, card, update, stream)
+                 : run_chunk<S, kAligned, false>(p, card, update, stream);
+    };
+    SDM_RETURN_IF_ERROR(aligned ? run(std::true_type()) : run(std::false_type()));
   }
   return cudaSuccess;
 }
@@ -203,12 +274,17 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
       memory.chunk.sequences,
       stream
   ));
-  const BankView bank = base.bank.data != nullptr ? base.bank : contiguous_bank(memory.bank, dims);
-  if (base.initial.data != nullptr) {
+  const bool log = makes_log(base), final_bank = base.bank.data != nullptr;
+  const BankView bank = log          ? base.initial
+                        : final_bank ? base.bank
+                                     : contiguous_bank(memory.bank, dims);
+  if (base.initial.data != nullptr && !log) {
     SDM_RETURN_IF_ERROR(launch_copy_bank(base.bank_dtype, dims, base.initial, bank, stream));
   }
   if (dims.T == 0) {
-    return cudaSuccess;
+    return log && final_bank
+               ? launch_copy_bank(base.bank_dtype, dims, base.initial, base.bank, stream)
+               : cudaSuccess;
   }
 
   SdmChunkParams p{};
@@ -220,10 +296,12 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
   p.x = memory.chunk.x;
   p.y = memory.chunk.y;
   p.num_slices = num_slices(dims, base.bank_dtype);
-  const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D);
+  const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D) &&
+                       (!log || reinterpret_cast<uintptr_t>(base.saved.rows) % 16 == 0);
   p.token_vectors = aligned && aligned_tokens(base.tokens.v, dims.D);
   p.bank = bank;
   p.product = memory.product;
+  p.source_rows = memory.sources.row;
 
   const int64_t step = window_chunks(p.dims), group = p.dims.N;
   for (int64_t n = 0; n < dims.N; n += group) {
@@ -235,6 +313,10 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
       SDM_RETURN_IF_ERROR(
           launch_sdm_phase1(inputs, p.window, true, &p.records, memory.phase1, stream)
       );
+      if (log) {
+        SDM_RETURN_IF_ERROR(launch_log_sources(base, p, n, &memory.sources, stream));
+      }
+      // launched after the records of sources: it does not overlap them, and what follows may
       SDM_RETURN_IF_ERROR(launch_sdm_merge(
           p.dims, p.window, p.sequences, p.records, base.bank_dtype, memory.product, stream
       ));
@@ -242,9 +324,26 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
         using S = std::remove_pointer_t<decltype(type)>;
         // training has a bank for every sequence, in their order
         return run_window<S>(
-            p, bank_from(bank, n, base.bank_dtype), base.bank_dtype, card, aligned, stream
+            p,
+            bank_from(bank, n, base.bank_dtype),
+            base.bank_dtype,
+            card,
+            aligned,
+            final_bank,
+            stream
         );
       }));
+    }
+    if (log && final_bank) {
+      SDM_RETURN_IF_ERROR(launch_bank_of_log(
+          base.bank_dtype,
+          p.dims,
+          bank_from(base.initial, n, base.bank_dtype),
+          memory.sources.written,
+          base.saved,
+          bank_from(base.bank, n, base.bank_dtype),
+          stream
+      ));
     }
   }
   return cudaSuccess;

@@ -93,7 +93,8 @@ __host__ __device__ inline GatherShape fwd_gather_shape(const SdmChunkParams& p)
   return gather_shape(p.num_slices, p.dims.W > p.dims.R ? p.dims.W : p.dims.R);
 }
 
-template <typename S, bool kAligned>
+// kLog: rows come from the bank at the start or from the log, as launch_lane_sources() left it.
+template <typename S, bool kAligned, bool kLog>
 __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
     const __grid_constant__ SdmChunkParams p
 ) {
@@ -117,6 +118,8 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
   const S* bank = static_cast<const S*>(p.bank.data) +
                   p.sequences[c.sequence].bank * p.bank.stride[0] + c.head * p.bank.stride[1];
   const LaneRows<S, kAligned> rows(bank, p.bank.stride[2], at);
+  const S* head_log = static_cast<const S*>(p.saved.rows) + c.head * p.saved.rows_per_head * dims.D;
+  const LaneRows<S, kAligned> log(kLog ? head_log : nullptr, dims.D, at);
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
   const int group = static_cast<int>(threadIdx.x) / kRowLanes;
   // Piece j of a round: kind j % 2, lane j / 2. What this lane fetches for its own piece:
@@ -136,8 +139,10 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
   float weight[kRingDepth];
   const auto start = [&](int j, const int2* round_records) {
     const int2 record = round_records[j];
-    const bool valid = record.x >= 0;
-    fetch_lane<S, kAligned>(ring, j, rows.at(valid ? record.x : 0), at.count, valid);
+    const bool valid = kLog ? record.x != -1 : record.x >= 0;
+    const bool logged = kLog && record.x < -1;
+    const int row = logged ? -2 - record.x : valid ? record.x : 0;
+    fetch_lane<S, kAligned>(ring, j, logged ? log.at(row) : rows.at(row), at.count, valid);
     weight[j] = __int_as_float(record.y);
   };
   const int most = W > R ? W : R, step = kGatherLanes * shape.parts;

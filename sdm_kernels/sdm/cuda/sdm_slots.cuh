@@ -41,7 +41,7 @@ struct RowNote {
   int4 head;   // head_post or head_weight of the row's group
   int4 group;  // {slot, first entry, writes, reads}
   float decay;
-  int source;        // lossy rows: the saved one that has the bank's, or -1; replay: 0 for no row
+  int source;        // lossy rows: the saved one that has the bank's, or -1; log: 0 for no row
   int2 more[kMore];  // {row, post or weight} of the entries after the first two
 };
 
@@ -49,7 +49,7 @@ struct RowNote {
 struct SlotPlace {
   int4 group;  // {slot, first entry, writes, reads}
   float decay;
-  int code;  // backward (sdm_sources.h)
+  int code;  // sdm_sources.h
 };
 
 constexpr int kPlaceWords = 6;

@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Where the backward finds the rows of the bank as they were at the start of a chunk.
+//! @file Where the rows of the bank lie as they were at the start of a chunk.
 //!
-//! Rows modes: every chunk keeps the rows that it writes as they were before. So a row at the start
+//! Lossy rows: every chunk keeps the rows that it writes as they were before. So a row at the start
 //! of chunk k is the one kept by the first chunk from k on that writes its slot, or that of the
 //! bank at the end: one pass over the chunks from last to first with a table of the rows kept so
-//! far. Replay: every chunk of the window but the last leaves the rows that it writes in a log. So
-//! the row is the one left by the last chunk before k that writes the slot, or that of the bank at
-//! the window's start: one pass from first to last. The table costs 4 bytes a group to write and 4
-//! to read, instead of a copy of the bank that chunks advance or take back, 2 KB a row.
+//! far. Logs: every chunk leaves the rows that it writes in a log. So the row is the one left by
+//! the last chunk before k that writes the slot, or that of the bank at the start: one pass from
+//! first to last, which for a log of the whole call also notes the code of every row's slot before
+//! it, so that the backward can go the way back. The table costs 4 bytes a group to write and 4 to
+//! read, instead of a copy of the bank that chunks advance or take back, 2 KB a row.
 //!
 //! The pass from last to first also finds whether a later chunk touches a slot. If none does, the
 //! gradient of its row is still zero and is not read; if none of the window does, a replay need not
-//! make the row.
+//! make the row, nor the forward in its last window.
 //!
 //! A block owns a range of a stream's slots, so that blocks need not meet; the groups of a range
 //! are found by bisection, since both kinds of groups are sorted by slot.
 
 #include <algorithm>
+#include <type_traits>
 
+#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
 #include "sdm_kernels/sdm/cuda/sdm_sources.h"
 
 namespace sdm::cuda {
@@ -107,7 +110,30 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
   int* written = p.sources.written + stream * p.dims.S;
   int* touched = p.sources.touched + stream * p.dims.S;
   __shared__ int bounds[kBatch][4];  // of a chunk: written groups, other groups
-  if (p.layout.replay) {
+  const bool replay = p.layout.kind == SavedRows::kReplayLog;
+  const bool forward = p.layout.kind == SavedRows::kForwardLog;
+  int* links = p.layout.links + stream % p.dims.H * p.layout.rows_per_head;
+  if (forward) {
+    const auto work = [&](int64_t k, int64_t q, const int (&bound)[4]) {
+      const int4* groups = p.records.group + q * p.records.n;
+      int* codes = p.sources.row + q * p.records.n;
+      const int64_t first_row = sequence.first_row + (p.window.first_chunk + k) * p.layout.reserved;
+      for_own_groups(bound, [&](int g, bool writes) {
+        const int slot = groups[g].x;  // in no other group of this chunk
+        const int code = written[slot] + 1;
+        codes[g] = p.layout.keep_all ? code | kReadLaterBit : code;
+        if (writes) {
+          links[first_row + g] = code;
+          written[slot] = static_cast<int>(first_row + g);
+        }
+      });
+    };
+    for_chunks<true>(p, stream, range, bounds, work);
+    if (p.layout.keep_all) {
+      return;
+    }
+  }
+  if (replay) {
     const auto work = [&](int64_t k, int64_t q, const int (&bound)[4]) {
       const int4* groups = p.records.group + q * p.records.n;
       int* codes = p.sources.row + q * p.records.n;
@@ -134,10 +160,11 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
       const int slot = group.x, later = touched[slot];
       touched[slot] = static_cast<int>(chunk);
       int code;
-      if (p.layout.replay) {
+      if (replay || forward) {
         code = codes[g] | (later < end ? kReadLaterBit : 0);
       } else if (writes) {
-        code = static_cast<int>(first_row + g + 1);
+        const int row = static_cast<int>(first_row + g);
+        code = p.layout.kind == SavedRows::kLog ? links[row] : row + 1;
         written[slot] = code - 1;
       } else {
         code = written[slot] + 1;
@@ -155,6 +182,28 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
   for_chunks<false>(p, stream, range, bounds, work);
 }
 
+// A thread a sorted entry; `blocks` a chunk.
+__global__ void __launch_bounds__(kThreads) sdm_lane_sources_kernel(
+    const __grid_constant__ SourcesParams p, int blocks
+) {
+  const int64_t q = blockIdx.x / blocks;
+  ChunkPlace place;
+  if (!find_chunk(p.dims, p.sequences, p.window, q, &place)) {
+    return;
+  }
+  const int64_t first = q * p.records.n;
+  const int count = p.records.entry_count[q];
+  for (int e = static_cast<int>(blockIdx.x % blocks) * kThreads + static_cast<int>(threadIdx.x);
+       e < count;
+       e += blocks * kThreads) {
+    const int code = p.sources.row[first + p.records.entry_group[first + e]] & kSourceMask;
+    if (code > 0) {
+      const int lane = p.records.entry[first + e].w & kLaneMask;
+      p.records.lane[first + lane].x = -1 - code;
+    }
+  }
+}
+
 // A warp a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sdm_clear_untouched_kernel(
@@ -168,6 +217,38 @@ __global__ void __launch_bounds__(kThreads) sdm_clear_untouched_kernel(
       for (int64_t i = threadIdx.x % 32; i < pieces; i += 32) {
         bank[row * pieces + i] = T{};
       }
+    }
+  }
+}
+
+// A warp a row; strides in pieces of type T.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) sdm_bank_of_log_kernel(
+    const __grid_constant__ SdmDims dims,
+    BankView initial,
+    const int* written,
+    const T* log,
+    int64_t rows_per_head,
+    int64_t pieces,
+    BankView to
+) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
+  const int64_t rows = dims.N * dims.H * dims.S;
+  const auto row_of = [](const BankView& bank, int64_t n, int64_t head, int64_t slot) {
+    return static_cast<T*>(bank.data) + n * bank.stride[0] + head * bank.stride[1] +
+           slot * bank.stride[2];
+  };
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+       row < rows;
+       row += step) {
+    const int64_t slot = row % dims.S, head = row / dims.S % dims.H, n = row / dims.S / dims.H;
+    const int logged = written[row];
+    const T* from = logged >= 0 ? log + (head * rows_per_head + logged) * pieces
+                                : row_of(initial, n, head, slot);
+    T* target = row_of(to, n, head, slot);
+#pragma unroll 4
+    for (int64_t i = threadIdx.x % 32; i < pieces; i += 32) {
+      target[i] = from[i];
     }
   }
 }
@@ -204,8 +285,9 @@ cudaError_t launch_sdm_sources(
     cudaStream_t stream
 ) {
   const int64_t streams = dims.N * dims.H;
-  const int64_t rows =
-      layout.replay ? streams * (window.chunks - 1) * layout.reserved : layout.rows_per_head;
+  const int64_t rows = layout.kind == SavedRows::kReplayLog
+                           ? streams * (window.chunks - 1) * layout.reserved
+                           : layout.rows_per_head;
   // small ranges fill the card with few streams, but leave each thread a group or two a chunk
   const int64_t ranges = std::clamp<int64_t>(dims.S / (2 * kThreads), 1, 64);
   if (rows > kSourceMask - 1 || streams * ranges > INT32_MAX) {
@@ -213,7 +295,12 @@ cudaError_t launch_sdm_sources(
   }
   if (restart) {
     const size_t bytes = static_cast<size_t>(streams * dims.S) * sizeof(int);
-    const cudaError_t error = cudaMemsetAsync(sources.written, 0xff, bytes, stream);
+    const cudaError_t error =
+        layout.kind == SavedRows::kLog
+            ? cudaMemcpyAsync(
+                  sources.written, layout.written, bytes, cudaMemcpyDeviceToDevice, stream
+              )
+            : cudaMemsetAsync(sources.written, 0xff, bytes, stream);
     if (error != cudaSuccess) {
       return error;
     }
@@ -223,6 +310,69 @@ cudaError_t launch_sdm_sources(
   };
   sdm_sources_kernel<<<static_cast<unsigned>(streams * ranges), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+cudaError_t launch_lane_sources(
+    const SdmDims& dims,
+    const SdmSequence* sequences,
+    const SdmWindow& window,
+    const SdmRecords& records,
+    const SdmSources& sources,
+    cudaStream_t stream
+) {
+  constexpr int64_t kEntries = 4;  // of a thread
+  const int64_t blocks = std::max<int64_t>(1, records.n / (kEntries * kThreads));
+  if (records.num_q * blocks == 0) {
+    return cudaSuccess;
+  }
+  if (records.num_q * blocks > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
+  const SourcesParams p{dims, window, sequences, records, {}, sources, 0};
+  sdm_lane_sources_kernel<<<static_cast<unsigned>(records.num_q * blocks), kThreads, 0, stream>>>(
+      p, static_cast<int>(blocks)
+  );
+  return cudaGetLastError();
+}
+
+cudaError_t launch_bank_of_log(
+    DType dtype,
+    const SdmDims& dims,
+    const BankView& initial,
+    const int* written,
+    const SdmSaved& log,
+    const BankView& to,
+    cudaStream_t stream
+) {
+  const auto launch = [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const int64_t elements = static_cast<int64_t>(sizeof(T)) / element_size(dtype);
+    const auto in_pieces = [&](BankView bank) {
+      for (int64_t& stride : bank.stride) {
+        stride /= elements;
+      }
+      return bank;
+    };
+    constexpr int64_t kMostBlocks = 1 << 16;
+    const int64_t rows = dims.N * dims.H * dims.S;
+    const int64_t blocks = std::clamp<int64_t>(rows / (kThreads / 32), 1, kMostBlocks);
+    sdm_bank_of_log_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+        dims,
+        in_pieces(initial),
+        written,
+        static_cast<const T*>(log.rows),
+        log.rows_per_head,
+        dims.D / elements,
+        in_pieces(to)
+    );
+    return cudaGetLastError();
+  };
+  if (aligned_bank(initial, dtype, dims.D) && aligned_bank(to, dtype, dims.D) &&
+      reinterpret_cast<uintptr_t>(log.rows) % 16 == 0) {
+    return launch(static_cast<uint4*>(nullptr));
+  }
+  return element_size(dtype) == 4 ? launch(static_cast<uint32_t*>(nullptr))
+                                  : launch(static_cast<uint16_t*>(nullptr));
 }
 
 cudaError_t launch_clear_untouched(

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Forward and replay, last stage of a chunk: the written rows of the bank.
 //!
-//! M[slot] = decay * M[slot] + sum over writes of post * e[token], one rounding, one store. The
-//! forward works in the bank, and with save="rows" keeps the old rows first. A replay has no bank
-//! of its own: it reads a row where it is (sdm_sources.h), appends it to a log, and leaves out
-//! those that nobody reads. Bytes per chunk and stream: every written row read and stored, in the
-//! forward stored once more where it is kept; 4.3 TB/s in pieces of 512 bytes, 3.5 in pieces of 128
-//! on an H200.
+//! M[slot] = decay * M[slot] + sum over writes of post * e[token], one rounding, one store: in the
+//! bank or, for save="rows" and for a replay, at the end of a log, after a row that is read where
+//! it is (sdm_sources.h). Rows that nobody reads are left out of a log. Bytes per chunk and stream:
+//! every written row read and stored; 4.3 TB/s in pieces of 512 bytes, 3.5 in pieces of 128 on an
+//! H200.
 #pragma once
 
 #include "sdm_kernels/sdm/cuda/sdm_slots.cuh"
@@ -23,36 +22,35 @@ struct UpdateShape {
   static constexpr bool kHalves = false;
 };
 
-// Where the rows of a chunk are kept: old ones by the forward, new ones by a replay.
-struct KeptRows {
-  void* rows;  // null: not kept
+// A log, as codes count its rows, and where the rows of a chunk begin.
+template <typename S>
+struct LogPlace {
+  S* rows;
   int64_t first_row;
-  int64_t reserved;  // of them, the rest is zeroed; 0: left
+
+  __device__ __forceinline__ LogPlace(const SdmChunkParams& p, const StreamChunk& c) {
+    const int64_t most = rows_of_chunk(p.dims, p.dims.C);
+    if (p.replay_rows != nullptr) {
+      rows = static_cast<S*>(p.replay_rows);
+      first_row = (c.stream * (p.window.chunks - 1) + p.k) * most;
+    } else {
+      rows = static_cast<S*>(p.saved.rows) + c.head * p.saved.rows_per_head * p.dims.D;
+      first_row = p.sequences[c.sequence].first_row + (p.window.first_chunk + p.k) * most;
+    }
+  }
 };
 
-__device__ __forceinline__ KeptRows kept_rows(const SdmChunkParams& p, const StreamChunk& c) {
-  const int64_t most = rows_of_chunk(p.dims, p.dims.C);
-  if (p.replay_rows != nullptr) {
-    return {p.replay_rows, (c.stream * (p.window.chunks - 1) + p.k) * most, 0};
-  }
-  if (p.saved.mode != SdmSave::kRows) {
-    return {nullptr, 0, 0};
-  }
-  const int64_t first = c.head * p.saved.rows_per_head + p.sequences[c.sequence].first_row +
-                        (p.window.first_chunk + p.k) * most;
-  return {p.saved.rows, first, rows_of_chunk(p.dims, c.place.num_tokens)};
-}
-
-// kReplay: errors come from those that the forward saved.
-template <typename S, bool kAligned, int kWide, bool kReplay>
+// kLog: rows go to a log, and errors come from those that the forward saves.
+template <typename S, bool kAligned, int kWide, bool kLog>
 __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
     const __grid_constant__ SdmChunkParams p
 ) {
   extern __shared__ __align__(16) float smem[];
   const SlotShare share = SlotShare::of<kWide>(p);
   const StreamChunk c(p, share.stream);
+  const bool replay = kLog && p.replay_rows != nullptr;
   // nobody reads what the last chunk leaves
-  if (!c.exists || (kReplay && is_last_chunk(p.sequences[c.sequence], p.window, p.k))) {
+  if (!c.exists || (replay && is_last_chunk(p.sequences[c.sequence], p.window, p.k))) {
     wait_for_previous();
     return;
   }
@@ -68,21 +66,21 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
   const int4* groups = r.group + c.q * r.n;
   const int4* entries = r.entry + c.q * r.n;
   const int count = r.group_count[c.q].x;
-  const StreamBank bank = kReplay ? bank_at_start<S>(p, c)
-                                  : stream_bank<S>(p.bank, p.sequences[c.sequence].bank, c.head);
+  const StreamBank bank = replay ? bank_at_start<S>(p, c)
+                                 : stream_bank<S>(p.bank, p.sequences[c.sequence].bank, c.head);
   const LaneRows<S, kAligned> rows(bank.rows, bank.stride, at[0]);
-  const KeptRows keep = kept_rows(p, c);
-  const LaneRows<S, kAligned> kept(
-      static_cast<const S*>(keep.rows) + keep.first_row * p.dims.D, p.dims.D, at[0]
+  const LogPlace<S> log_place(p, c);
+  const LaneRows<S, kAligned> log(kLog ? log_place.rows : nullptr, p.dims.D, at[0]);
+  const LaneRows<S, kAligned> made(
+      kLog ? log_place.rows + log_place.first_row * p.dims.D : nullptr, p.dims.D, at[0]
   );
-  const LaneRows<S, kAligned> log(p.replay_rows, p.dims.D, at[0]);
-  const int* codes = kReplay ? p.source_rows + c.q * r.n : nullptr;
+  const int* codes = kLog ? p.source_rows + c.q * r.n : nullptr;
   const float* decays = r.group_decay + c.q * r.n;
   const NoteReader<UpdateShape, kWide, true> reader(
       behind + Ring::kBytes, r.head_post + c.q * r.n, entries
   );
   const auto wanted = [&](int i, const SlotPlace& place) {
-    return i < count && (!kReplay || (place.code & kReadLaterBit) != 0);
+    return i < count && (!kLog || (place.code & kReadLaterBit) != 0);
   };
   // the gather ends with high slots: L2 has them
   const auto group_at = [&](int i) { return count - 1 - i; };
@@ -101,7 +99,7 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
       places,
       group_at,
       [&](int j, int i, const SlotPlace& place) {
-        const int source = kReplay ? source_row(place.code) : -1;
+        const int source = kLog ? source_row(place.code) : -1;
         const S* from = source >= 0 ? log.at(source) : rows.at(place.group.x);
         fetch_slices<S, kAligned>(ring, j * kWide, from, at, wanted(i, place));
       },
@@ -116,7 +114,7 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
               float_rows(from), row_of, num_tokens, at, kAligned, 0
           );
         };
-        if constexpr (kReplay) {
+        if constexpr (kLog) {
           fill(p.errors, [&](int i) { return token_row(p.dims, c.place, i); });
         } else {
           fill(p.x, [&](int i) { return c.scratch(p) + i * p.dims.D; });
@@ -137,13 +135,6 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
         refill();
         if (!live) {
           return;
-        }
-        if (!kReplay && keep.rows != nullptr) {
-          S* to = kept.at(group_at(i));
-#pragma unroll
-          for (int w = 0; w < kWide; ++w) {
-            store_lane<S, kAligned>(to + w * kSliceColumns<S>, at[w].count, row[w]);
-          }
         }
         float x[kWide][kVec<S>];
 #pragma unroll
@@ -184,23 +175,13 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
             add(entry.x, entry.y);
           }
         }
-        S* to = kReplay ? kept.at(group_at(i)) : rows.at(group.x);
+        S* to = kLog ? made.at(group_at(i)) : rows.at(group.x);
 #pragma unroll
         for (int w = 0; w < kWide; ++w) {
           store_lane<S, kAligned>(to + w * kSliceColumns<S>, at[w].count, pack<S>(x[w]));
         }
       }
   );
-  if (!kReplay && keep.rows != nullptr && share.part == 0) {
-    for (int64_t g = count + threadIdx.x / kRowLanes; g < keep.reserved;
-         g += kSlotsAtOnce<UpdateShape>) {
-      S* to = kept.at(static_cast<int>(g));
-#pragma unroll
-      for (int w = 0; w < kWide; ++w) {
-        store_lane<S, kAligned>(to + w * kSliceColumns<S>, at[w].count, Piece<S>());
-      }
-    }
-  }
 }
 
 }  // namespace sdm::cuda
