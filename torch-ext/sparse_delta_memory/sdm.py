@@ -109,11 +109,11 @@ def chunk_sdm(
     ``"replay"`` keeps ``B*H*S*D*E`` bytes for each ``max(4*S, 16384)/W`` tokens of a sequence;
     ``"rows"`` at most ``min(C*W, S)*D*E`` bytes for each chunk and head, ``"bf16"``, ``"fp8"`` and
     ``"int4"`` the same with 2, 1 and 1/2 bytes an element (and 4 a row for the last two), and all
-    four keep the final state; ``"rows"`` on CUDA instead 4 bytes a row and a slot. With a rounded form ``v``, ``beta`` and ``initial_state`` still get
-    the exact gradient; ``write_val``, ``g`` and ``read_val`` an approximate one. A call that needs
-    no gradient keeps nothing, and its working memory does not grow with T. The gradient of a
-    gradient is not implemented; ``reference.sdm`` has one. The backward may run twice
-    (``retain_graph=True``).
+    four keep the final state; ``"rows"`` on CUDA instead 4 bytes a row and a slot. With a rounded
+    form ``v``, ``beta`` and ``initial_state`` still get the exact gradient; ``write_val``, ``g`` and
+    ``read_val`` an approximate one. A call that needs no gradient keeps nothing, and its working
+    memory does not grow with T. The gradient of a gradient is not implemented; ``reference.sdm``
+    has one. The backward may run twice (``retain_graph=True``).
 
     Precision: float32 (float64 for float64), with float64 decays; a bank row is rounded to the
     bank's dtype once for each chunk that writes it, ``out`` once. Tolerances: docs/numerics.md,
