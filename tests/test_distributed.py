@@ -34,7 +34,6 @@ def step(mixer, x):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
 @pytest.mark.parametrize("wrapper", ["data parallel", "fully sharded"])
 def test_wrapped_mixer(sdm, mesh, wrapper):
     mixer = randomize(sdm.SparseDeltaMemory(config_of(sdm)))

@@ -74,7 +74,6 @@ def test_differentiating_transforms_are_refused(sdm, device, name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap(sdm, device, name):
     """Values and gradients are those of one call after the other."""
     call, x = function_of(sdm, name, device)
@@ -90,7 +89,6 @@ def test_vmap(sdm, device, name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_batched_gradients(sdm, device, name):
     """Several vectors through one backward, as torch.autograd.functional does with vectorize."""
     call, x = function_of(sdm, name, device)
