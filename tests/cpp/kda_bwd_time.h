@@ -4,69 +4,14 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <random>
 #include <vector>
 
 #include "sdm_kernels/kda/cuda/kda_paths.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
-#include "tests/cpp/kda_device.h"
+#include "tests/cpp/kda_time.h"
 
 namespace sdm::test {
-
-// `count` random bfloat16 numbers, the same 4 M again and again.
-inline void fill(const DeviceBytes& to, int64_t count, double mean, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<Bf16> block(static_cast<size_t>(std::min<int64_t>(count, int64_t{1} << 22)));
-  for (Bf16& x : block) {
-    x = from_f32<Bf16>(static_cast<float>(mean) + normal(random));
-  }
-  const int64_t step = static_cast<int64_t>(block.size());
-  for (int64_t i = 0; i < count; i += step) {
-    check(
-        cudaMemcpy(
-            static_cast<Bf16*>(to.data()) + i,
-            block.data(),
-            static_cast<size_t>(std::min(step, count - i)) * sizeof(Bf16),
-            cudaMemcpyHostToDevice
-        ),
-        "copy in"
-    );
-  }
-}
-
-class Stopwatch {
- public:
-  Stopwatch() {
-    check(cudaEventCreate(&begin_), "event");
-    check(cudaEventCreate(&end_), "event");
-  }
-
-  ~Stopwatch() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-  }
-
-  template <typename F>
-  float operator()(F&& f) {
-    check(cudaEventRecord(begin_), "event");
-    check(f(), "launch");
-    check(cudaEventRecord(end_), "event");
-    check(cudaEventSynchronize(end_), "event");
-    float time;
-    check(cudaEventElapsedTime(&time, begin_, end_), "event");
-    return time;
-  }
-
- private:
-  cudaEvent_t begin_, end_;
-};
-
-inline float median(std::vector<float> times) {
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
 
 // Medians of the stages alone, summed over the windows of so many records; the carry between
 // windows is left out.
@@ -139,41 +84,19 @@ inline void time_stages(const kda::KdaCudaBwdParams& p, int64_t window_records) 
 
 // Medians at K = V = 128, bfloat16, everything raw. With `saved` the states are there.
 inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
-  constexpr int64_t kK = 128, kV = 128;
-  const int64_t rows = B * T * heads, elements = rows * kK;
-  const DeviceBytes q(elements * 2), k(elements * 2), v(elements * 2), g(elements * 2);
-  const DeviceBytes beta(rows * 2), d_out(elements * 2), A_log(heads * 4), dt_bias(heads * kK * 4);
-  fill(q, elements, 0, 1);
-  fill(k, elements, 0, 2);
-  fill(v, elements, 0, 3);
-  fill(g, elements, -1, 4);
-  fill(beta, rows, 0, 5);
+  constexpr int64_t kK = KdaLargeInputs::kK, kV = KdaLargeInputs::kV;
+  const KdaLargeInputs in(B, T, heads);
+  const int64_t rows = in.rows(), elements = rows * kK;
+  const DeviceBytes d_out(elements * 2);
   fill(d_out, elements, 0, 6);
-  check(cudaMemset(A_log.data(), 0, static_cast<size_t>(heads) * 4), "cudaMemset");
-  check(cudaMemset(dt_bias.data(), 0, static_cast<size_t>(heads * kK) * 4), "cudaMemset");
   const DeviceBytes d_q(elements * 2), d_k(elements * 2), d_v(elements * 2), d_g(elements * 2);
   const DeviceBytes d_beta(rows * 2), d_A_log(heads * 4), d_dt_bias(heads * kK * 4);
-  const kda::KdaDims dims{B, T, heads, heads, kK, kV, B, kda::kTensorChunk};
-  const DeviceBytes states(
-      saved ? (B * T / kda::kTensorChunk + B) * heads * kK * kV * 2 : int64_t{0}
-  );
-  const auto view = [&](const DeviceBytes& on, int64_t columns) {
-    const int64_t row = heads * columns;
-    return kda::KdaView{on.data(), DType::kBf16, {T * row, row, columns, 1}};
-  };
+  const DeviceBytes states(saved ? in.chunk_rows() * heads * kK * kV * 2 : int64_t{0});
   kda::KdaCudaBwdParams p{};
-  p.base.dims = dims;
-  p.base.options = {0.088, true, KdaGate::kLowerBound, -5.0, KdaBeta::kSigmoid};
-  p.base.tokens = {
-      view(q, kK),
-      view(k, kK),
-      view(v, kV),
-      view(g, kK),
-      view(beta, 1),
-      static_cast<const float*>(A_log.data()),
-      static_cast<const float*>(dt_bias.data())
-  };
-  p.base.d_out = view(d_out, kV);
+  p.base.dims = in.dims;
+  p.base.options = in.options();
+  p.base.tokens = in.tokens();
+  p.base.d_out = in.view(d_out, kV);
   p.base.chunk_states = {saved ? states.data() : nullptr, DType::kBf16, false};
   p.base.d_q = d_q.data();
   p.base.d_k = d_k.data();
@@ -183,7 +106,7 @@ inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
   p.base.d_A_log = static_cast<float*>(d_A_log.data());
   p.base.d_dt_bias = static_cast<float*>(d_dt_bias.data());
   kda::KdaCudaFwdParams fwd{};
-  fwd.base.dims = dims;
+  fwd.base.dims = in.dims;
   fwd.base.options = p.base.options;
   fwd.base.tokens = p.base.tokens;
   fwd.base.chunk_states = p.base.chunk_states;

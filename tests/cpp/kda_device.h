@@ -2,63 +2,15 @@
 //! @file A problem of Kimi delta attention on the device: inputs, guarded outputs, parameters.
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
 
-#include <cuda_runtime.h>
-
 #include "sdm_kernels/kda/cuda/kda_cuda.h"
-#include "tests/cpp/kda_problem.h"
+#include "tests/cpp/device.h"
+#include "tests/cpp/kda_case.h"
+#include "tests/cpp/kda_solution.h"
 
 namespace sdm::test {
-
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    std::printf("%s: %s\n", what, cudaGetErrorString(error));
-    std::exit(2);
-  }
-}
-
-// Bytes on the device between guards that must not change; NaN until something is written.
-class DeviceBytes {
- public:
-  explicit DeviceBytes(int64_t size) : size_(static_cast<size_t>(size)) {
-    check(cudaMalloc(reinterpret_cast<void**>(&block_), size_ + 2 * kGuard), "cudaMalloc");
-    check(cudaMemset(block_, 0xff, size_ + 2 * kGuard), "cudaMemset");
-  }
-
-  explicit DeviceBytes(const std::vector<uint8_t>& host)
-      : DeviceBytes(static_cast<int64_t>(host.size())) {
-    check(cudaMemcpy(data(), host.data(), size_, cudaMemcpyHostToDevice), "copy in");
-  }
-
-  DeviceBytes(const DeviceBytes&) = delete;
-  DeviceBytes& operator=(const DeviceBytes&) = delete;
-
-  ~DeviceBytes() { cudaFree(block_); }
-
-  void* data() const { return block_ + kGuard; }
-
-  // All bytes; fails the program if a guard has changed.
-  std::vector<uint8_t> fetch(const char* name) const {
-    std::vector<uint8_t> all(size_ + 2 * kGuard);
-    check(cudaMemcpy(all.data(), block_, all.size(), cudaMemcpyDeviceToHost), "copy out");
-    for (size_t i = 0; i < kGuard; ++i) {
-      if (all[i] != 0xff || all[all.size() - 1 - i] != 0xff) {
-        std::printf("FAIL %s: written outside\n", name);
-        std::exit(1);
-      }
-    }
-    return {all.begin() + kGuard, all.end() - kGuard};
-  }
-
- private:
-  static constexpr size_t kGuard = 256;
-  uint8_t* block_ = nullptr;
-  size_t size_;
-};
 
 inline std::vector<double> to_doubles(const std::vector<uint8_t>& bytes, DType dtype) {
   std::vector<double> values(bytes.size() / static_cast<size_t>(element_size(dtype)));
@@ -121,9 +73,12 @@ struct KdaDevice {
         offsets(offset_bytes(p)) {}
 
   static std::vector<uint8_t> offset_bytes(const KdaProblem& p) {
-    std::vector<uint8_t> bytes(p.offsets.size() * sizeof(int64_t));
-    if (!bytes.empty()) {
-      std::memcpy(bytes.data(), p.offsets.data(), bytes.size());
+    const size_t size = p.c.int64_offsets ? 8 : 4;
+    std::vector<uint8_t> bytes(p.offsets.size() * size);
+    for (size_t i = 0; i < p.offsets.size(); ++i) {
+      const int32_t narrow = static_cast<int32_t>(p.offsets[i]);
+      const void* from = p.c.int64_offsets ? static_cast<const void*>(&p.offsets[i]) : &narrow;
+      std::memcpy(bytes.data() + i * size, from, size);
     }
     return bytes;
   }
@@ -153,7 +108,9 @@ struct KdaDevice {
     };
   }
 
-  DeviceIntegers cu_seqlens() const { return {p.offsets.empty() ? nullptr : offsets.data(), true}; }
+  DeviceIntegers cu_seqlens() const {
+    return {p.offsets.empty() ? nullptr : offsets.data(), p.c.int64_offsets};
+  }
 
   kda::KdaStateView initial_view() const {
     return state_view(p.c.initial ? initial.data() : nullptr, p.c.state_dtype, p.c);
@@ -165,11 +122,72 @@ struct KdaDevice {
     }
     return view(p.d_out, d_out);
   }
+};
 
-  // Rows that the chunk states may have.
-  int64_t chunk_rows() const {
-    return p.offsets.empty() ? p.N * ((p.c.T + p.c.C - 1) / p.c.C + 1) : p.c.T / p.c.C + p.N;
+// One forward: outputs between guards and the parameters that name them.
+struct KdaForward {
+  DeviceBytes out, final_state, chunk_states;
+  DType saved_dtype;
+  kda::KdaCudaFwdParams params{};
+
+  explicit KdaForward(const KdaDevice& d)
+      : out(d.p.c.B * d.p.c.T * d.p.c.HV * d.p.c.V * element_size(d.p.c.dtype)),
+        final_state(d.p.N * d.p.c.HV * d.p.c.K * d.p.c.V * 4),
+        chunk_states(
+            d.p.c.saved == 0
+                ? 0
+                : chunk_rows(d.p) * d.p.c.HV * d.p.c.K * d.p.c.V * (d.p.c.saved == 2 ? 2 : 4)
+        ),
+        saved_dtype(d.p.c.saved == 2 ? DType::kBf16 : DType::kF32) {
+    const KdaCase& c = d.p.c;
+    params.base.dims = d.dims();
+    params.base.options = d.options();
+    params.base.tokens = d.tokens();
+    params.base.initial = d.initial_view();
+    params.base.final_state =
+        state_view(c.final_state ? final_state.data() : nullptr, DType::kF32, c);
+    params.base.chunk_states = {
+        c.saved == 0 ? nullptr : chunk_states.data(), saved_dtype, c.v_first
+    };
+    params.base.out = out.data();
+    params.cu_seqlens = d.cu_seqlens();
   }
+};
+
+// One backward, with the chunk states of a forward.
+struct KdaBackward {
+  DeviceBytes d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias, d_initial;
+  kda::KdaCudaBwdParams params{};
+
+  KdaBackward(const KdaDevice& d, const kda::KdaChunkStates& chunk_states)
+      : d_q(tokens(d) * d.p.c.H * d.p.c.K * element_size(d.p.c.dtype)),
+        d_k(tokens(d) * d.p.c.H * d.p.c.K * element_size(d.p.c.dtype)),
+        d_v(tokens(d) * d.p.c.HV * d.p.c.V * element_size(d.p.c.dtype)),
+        d_g(tokens(d) * d.p.c.HV * d.p.c.K * element_size(d.p.c.gate_dtype)),
+        d_beta(tokens(d) * d.p.c.HV * element_size(d.p.c.beta_dtype)),
+        d_A_log(d.p.c.HV * 4),
+        d_dt_bias(d.p.c.HV * d.p.c.K * 4),
+        d_initial(d.p.N * d.p.c.HV * d.p.c.K * d.p.c.V * 4) {
+    const KdaCase& c = d.p.c;
+    params.base.dims = d.dims();
+    params.base.options = d.options();
+    params.base.tokens = d.tokens();
+    params.base.initial = d.initial_view();
+    params.base.chunk_states = chunk_states;
+    params.base.d_out = d.d_out_view();
+    params.base.d_final = state_view(c.d_final ? d.d_final.data() : nullptr, DType::kF32, c);
+    params.base.d_q = d_q.data();
+    params.base.d_k = d_k.data();
+    params.base.d_v = d_v.data();
+    params.base.d_g = d_g.data();
+    params.base.d_beta = d_beta.data();
+    params.base.d_A_log = c.A_log ? static_cast<float*>(d_A_log.data()) : nullptr;
+    params.base.d_dt_bias = c.dt_bias ? static_cast<float*>(d_dt_bias.data()) : nullptr;
+    params.base.d_initial = state_view(c.initial ? d_initial.data() : nullptr, DType::kF32, c);
+    params.cu_seqlens = d.cu_seqlens();
+  }
+
+  static int64_t tokens(const KdaDevice& d) { return d.p.c.B * d.p.c.T; }
 };
 
 }  // namespace sdm::test

@@ -4,24 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
-#include <cuda_runtime.h>
-
 #include "sdm_kernels/sdm/cuda/sdm_phase1.h"
+#include "tests/cpp/device.h"
 
 namespace sdm::test {
-
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    std::printf("%s: %s\n", what, cudaGetErrorString(error));
-    std::exit(2);
-  }
-}
 
 struct Case {
   const char* name;
@@ -38,32 +28,6 @@ struct Case {
   double gate = 0.5;                  // gates in [-gate, gate / 8], large ones in [-gate, 0]
   int64_t window = 3;
 };
-
-template <typename T>
-struct DeviceArray {
-  T* data = nullptr;
-  size_t size = 0;
-
-  explicit DeviceArray(size_t count) : size(count) {
-    check(cudaMalloc(&data, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
-  }
-
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    check(cudaMemcpy(data, host.data(), size * sizeof(T), cudaMemcpyHostToDevice), "copy in");
-  }
-
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  ~DeviceArray() { cudaFree(data); }
-};
-
-template <typename T>
-std::vector<T> to_host(const T* device, size_t count) {
-  std::vector<T> host(count);
-  check(cudaMemcpy(host.data(), device, count * sizeof(T), cudaMemcpyDeviceToHost), "copy out");
-  return host;
-}
 
 using Bytes = std::vector<uint8_t>;
 

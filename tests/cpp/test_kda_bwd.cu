@@ -27,53 +27,20 @@ using Gradients = std::vector<Gradient>;
 Gradients run(const KdaDevice& d) {
   const KdaProblem& p = d.p;
   const KdaCase& c = p.c;
-  const int64_t tokens = c.B * c.T, size = element_size(c.dtype), states = p.N * c.HV * c.K * c.V;
-  const DType saved_dtype = c.saved == 2 ? DType::kBf16 : DType::kF32;
-  const DeviceBytes saved(
-      c.saved == 0 ? 0 : d.chunk_rows() * c.HV * c.K * c.V * element_size(saved_dtype)
-  );
-  const kda::KdaChunkStates chunk_states{
-      c.saved == 0 ? nullptr : saved.data(), saved_dtype, c.v_first
-  };
+  const KdaForward fwd(d);
   if (c.saved != 0) {
-    const DeviceBytes out(tokens * c.HV * c.V * size);
-    kda::KdaCudaFwdParams fwd{};
-    fwd.base.dims = d.dims();
-    fwd.base.options = d.options();
-    fwd.base.tokens = d.tokens();
-    fwd.base.initial = d.initial_view();
-    fwd.base.chunk_states = chunk_states;
-    fwd.base.out = out.data();
-    fwd.cu_seqlens = d.cu_seqlens();
-    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_tensor_fwd_workspace(fwd)));
-    check(kda::launch_kda_tensor_fwd(fwd, workspace.data(), nullptr), "launch_kda_tensor_fwd");
+    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_tensor_fwd_workspace(fwd.params)));
+    check(
+        kda::launch_kda_tensor_fwd(fwd.params, workspace.data(), nullptr), "launch_kda_tensor_fwd"
+    );
     check(cudaDeviceSynchronize(), "forward");
   }
-  const int64_t keys = tokens * c.H * c.K;
-  const DeviceBytes d_q(keys * size), d_k(keys * size), d_v(tokens * c.HV * c.V * size);
-  const DeviceBytes d_g(tokens * c.HV * c.K * element_size(c.gate_dtype));
-  const DeviceBytes d_beta(tokens * c.HV * element_size(c.beta_dtype));
-  const DeviceBytes d_A_log(c.HV * 4), d_dt_bias(c.HV * c.K * 4), d_initial(states * 4);
-  kda::KdaCudaBwdParams bwd{};
-  bwd.base.dims = d.dims();
-  bwd.base.options = d.options();
-  bwd.base.tokens = d.tokens();
-  bwd.base.initial = d.initial_view();
-  bwd.base.chunk_states = chunk_states;
-  bwd.base.d_out = d.d_out_view();
-  bwd.base.d_final = state_view(c.d_final ? d.d_final.data() : nullptr, DType::kF32, c);
-  bwd.base.d_q = d_q.data();
-  bwd.base.d_k = d_k.data();
-  bwd.base.d_v = d_v.data();
-  bwd.base.d_g = d_g.data();
-  bwd.base.d_beta = d_beta.data();
-  bwd.base.d_A_log = c.A_log ? static_cast<float*>(d_A_log.data()) : nullptr;
-  bwd.base.d_dt_bias = c.dt_bias ? static_cast<float*>(d_dt_bias.data()) : nullptr;
-  bwd.base.d_initial = state_view(c.initial ? d_initial.data() : nullptr, DType::kF32, c);
-  bwd.cu_seqlens = d.cu_seqlens();
+  const KdaBackward bwd(d, fwd.params.base.chunk_states);
   {
-    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_tensor_bwd_workspace(bwd)));
-    check(kda::launch_kda_tensor_bwd(bwd, workspace.data(), nullptr), "launch_kda_tensor_bwd");
+    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_tensor_bwd_workspace(bwd.params)));
+    check(
+        kda::launch_kda_tensor_bwd(bwd.params, workspace.data(), nullptr), "launch_kda_tensor_bwd"
+    );
     check(cudaDeviceSynchronize(), "backward");
     workspace.fetch("workspace");
   }
@@ -82,19 +49,19 @@ Gradients run(const KdaDevice& d) {
       [&](const char* name, const DeviceBytes& on, DType dtype, const std::vector<double>& want) {
         all.push_back({name, on.fetch(name), dtype, &want});
       };
-  add("q", d_q, c.dtype, p.d_q);
-  add("k", d_k, c.dtype, p.d_k);
-  add("v", d_v, c.dtype, p.d_v);
-  add("g", d_g, c.gate_dtype, p.d_g);
-  add("beta", d_beta, c.beta_dtype, p.d_beta);
+  add("q", bwd.d_q, c.dtype, p.d_q);
+  add("k", bwd.d_k, c.dtype, p.d_k);
+  add("v", bwd.d_v, c.dtype, p.d_v);
+  add("g", bwd.d_g, c.gate_dtype, p.d_g);
+  add("beta", bwd.d_beta, c.beta_dtype, p.d_beta);
   if (c.A_log) {
-    add("A_log", d_A_log, DType::kF32, p.d_A_log);
+    add("A_log", bwd.d_A_log, DType::kF32, p.d_A_log);
   }
   if (c.dt_bias) {
-    add("dt_bias", d_dt_bias, DType::kF32, p.d_dt_bias);
+    add("dt_bias", bwd.d_dt_bias, DType::kF32, p.d_dt_bias);
   }
   if (c.initial) {
-    add("initial", d_initial, DType::kF32, p.d_initial);
+    add("initial", bwd.d_initial, DType::kF32, p.d_initial);
   }
   return all;
 }
@@ -150,20 +117,8 @@ int test_packed_bits(const KdaCase& c) {
   int wrong = 0;
   for (int64_t n = 0; n < packed.N; ++n) {
     const int64_t begin = packed.offsets[static_cast<size_t>(n)];
-    const int64_t length = c.lengths[static_cast<size_t>(n)];
-    KdaProblem alone = packed;
-    alone.N = 1;
-    alone.c.T = length;
-    alone.c.lengths.clear();
-    alone.offsets.clear();
-    for (KdaTensor* t : {&alone.q, &alone.k, &alone.v, &alone.g, &alone.beta, &alone.d_out}) {
-      const int64_t row = t->stride[1] * element_size(t->dtype);
-      t->bytes = {t->bytes.begin() + begin * row, t->bytes.begin() + (begin + length) * row};
-    }
-    const int64_t each = c.HV * c.K * c.V;
-    for (std::vector<double>* x : {&alone.initial, &alone.d_final}) {
-      *x = {x->begin() + n * each, x->begin() + (n + 1) * each};
-    }
+    const int64_t end = packed.offsets[static_cast<size_t>(n + 1)];
+    const KdaProblem alone = part_of(packed, begin, end, n);
     const KdaDevice device(alone);
     const Gradients one = run(device);
     for (size_t i = 0; i < one.size(); ++i) {

@@ -8,408 +8,287 @@
 //! tests/cpp/test_kda_fwd.cu sdm_kernels/kda/cuda/kda_tensor_prep.cu
 //! sdm_kernels/kda/cuda/kda_tensor_fwd.cu
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 #include <vector>
 
-#include <cuda_runtime.h>
-
 #include "sdm_kernels/kda/cuda/kda_paths.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
-#include "tests/cpp/kda_case.h"
-#include "tests/cpp/kda_fwd_call.h"
+#include "tests/cpp/kda_time.h"
 
-namespace sdm::kda::test {
+namespace sdm::test {
 namespace {
 
-// Relative L2 error; NaN where the reference has none counts as infinite. What has decayed to less
-// than 1e-15 of `size` counts as zero.
-struct Error {
-  double size;
-  double wrong = 0.0, total = 0.0;
+using Bytes = std::vector<uint8_t>;
 
-  void add(double got, double want) {
-    const double diff = std::isfinite(got) ? got - want : INFINITY;
-    wrong += diff * diff;
-    total += want * want + 1e-30 * size * size;
+struct Answer {
+  Bytes out, final_state, chunk_states;
+
+  bool operator==(const Answer& other) const {
+    return out == other.out && final_state == other.final_state &&
+           chunk_states == other.chunk_states;
   }
-
-  double value() const { return total > 0 ? std::sqrt(wrong / total) : std::sqrt(wrong); }
 };
 
-int judge(const HostInputs& in, const GpuAnswer& got) {
-  const KdaDims& d = in.dims;
-  const HostAnswer want = reference(in);
-  Error out{in.c.v_size}, final_state{in.c.v_size}, chunk_states{in.c.v_size};
-  for (size_t i = 0; i < want.out.size(); ++i) {
-    out.add(load_scalar(got.out.data(), in.c.dtype, static_cast<int64_t>(i)), want.out[i]);
-  }
-  int64_t stride[4];
-  state_strides(d, in.c.v_first, stride);
-  const auto at = [&](int64_t x) {
-    return x / (d.K * d.V) * d.K * d.V + x / d.V % d.K * stride[2] + x % d.V * stride[3];
+Answer run(const KdaProblem& p) {
+  const KdaDevice device(p);
+  const KdaForward fwd(device);
+  const DeviceBytes workspace(static_cast<int64_t>(kda::kda_tensor_fwd_workspace(fwd.params)));
+  check(kda::launch_kda_tensor_fwd(fwd.params, workspace.data(), nullptr), "launch_kda_tensor_fwd");
+  check(cudaDeviceSynchronize(), "kda_tensor_fwd");
+  workspace.fetch("workspace");
+  return {
+      fwd.out.fetch("out"),
+      fwd.final_state.fetch("final_state"),
+      fwd.chunk_states.fetch("chunk_states")
   };
-  for (size_t i = 0; i < want.final_state.size(); ++i) {
-    const int64_t from = at(static_cast<int64_t>(i));
-    final_state.add(load_scalar(got.final_state.data(), DType::kF32, from), want.final_state[i]);
-  }
-  if (in.c.chunk_states != 0) {
-    const DType dtype = in.c.chunk_states == 2 ? DType::kF32 : DType::kBf16;
-    for (size_t i = 0; i < want.chunk_states.size(); ++i) {
-      if (std::isfinite(want.chunk_states[i])) {
-        const int64_t from = at(static_cast<int64_t>(i));
-        chunk_states.add(load_scalar(got.chunk_states.data(), dtype, from), want.chunk_states[i]);
-      }
-    }
-  }
-  const double limit = in.c.limit;
-  const bool ok =
-      out.value() <= limit && final_state.value() <= limit && chunk_states.value() <= limit;
+}
+
+struct Test {
+  KdaCase c;
+  double limit;  // of the relative L2 errors
+};
+
+int test_case(const Test& test) {
+  const KdaCase& c = test.c;
+  KdaProblem p = make_problem(c);
+  solve(&p, false);
+  const Answer got = run(p);
+  const auto state_error = [&](const Bytes& bytes, DType dtype, const std::vector<double>& want) {
+    const std::vector<double> values = to_doubles(bytes, dtype);
+    return relative_error(c.v_first ? swap_last(values, c.V, c.K) : values, want, c.v_size);
+  };
+  const DType saved_dtype = c.saved == 2 ? DType::kBf16 : DType::kF32;
+  const double out = relative_error(to_doubles(got.out, c.dtype), p.out, c.v_size);
+  const double final_state = state_error(got.final_state, DType::kF32, p.final_state);
+  const double chunks =
+      c.saved == 0 ? 0 : state_error(got.chunk_states, saved_dtype, p.chunk_states);
+  const bool good = out <= test.limit && final_state <= test.limit && chunks <= test.limit;
+  const bool same = run(p) == got;
   std::printf(
-      "%-4s %-34s out %.2e  final %.2e  chunks %.2e\n",
-      ok ? "ok" : "FAIL",
-      in.c.name,
-      out.value(),
-      final_state.value(),
-      chunk_states.value()
+      "%-4s %-34s out %.2e  final %.2e  chunks %.2e%s\n",
+      good && same ? "ok" : "FAIL",
+      c.name,
+      out,
+      final_state,
+      chunks,
+      same ? "" : "  two runs differ"
   );
-  return ok ? 0 : 1;
+  return good && same ? 0 : 1;
 }
 
-int test_case(const Case& c) {
-  int failures = 0;
-  const HostInputs in = make_inputs(c);
-  const GpuAnswer answer = run(in, &failures);
-  failures += judge(in, answer);
-  const GpuAnswer again = run(in, &failures);
-  if (answer.out != again.out || answer.final_state != again.final_state ||
-      answer.chunk_states != again.chunk_states) {
-    std::printf("FAIL %s: two runs differ\n", c.name);
-    ++failures;
-  }
-  return failures;
-}
-
-// The first `tokens` tokens of a tensor.
-HostTensor cut(const HostTensor& x, const Case& c, int64_t begin, int64_t tokens) {
-  std::vector<double> values;
-  for (int64_t t = begin; t < begin + tokens; ++t) {
-    for (int64_t i = 0; i < x.heads * x.last; ++i) {
-      values.push_back(x.values[static_cast<size_t>(t * x.heads * x.last + i)]);
-    }
-  }
-  return make_tensor(values, c, x.heads, x.last, x.view.dtype);
-}
-
-// Tokens [begin, begin + tokens) of a batch of one as a call of its own, from state row `n`.
-HostInputs part_of(const HostInputs& in, int64_t begin, int64_t tokens, int64_t n) {
-  HostInputs part = in;
-  part.c.T = tokens;
-  part.c.lengths.clear();
-  part.dims.T = tokens;
-  part.dims.N = 1;
-  part.offsets = {0};
-  part.q = cut(in.q, part.c, begin, tokens);
-  part.k = cut(in.k, part.c, begin, tokens);
-  part.v = cut(in.v, part.c, begin, tokens);
-  part.g = cut(in.g, part.c, begin, tokens);
-  part.beta = cut(in.beta, part.c, begin, tokens);
-  const size_t state = static_cast<size_t>(in.dims.HV * in.dims.K * in.dims.V);
-  if (!in.initial.empty()) {
-    const auto from = in.initial.begin() + static_cast<int64_t>(state) * n;
-    part.initial.assign(from, from + static_cast<int64_t>(state));
-  }
-  return part;
-}
-
-bool same_bits(const Bytes& a, size_t a_begin, const Bytes& b, size_t b_begin, size_t count) {
-  return a_begin + count <= a.size() && b_begin + count <= b.size() &&
-         std::memcmp(a.data() + a_begin, b.data() + b_begin, count) == 0;
+// That `part` lies in `whole`, behind `begin` bytes.
+bool lies_at(const Bytes& part, const Bytes& whole, size_t begin) {
+  return begin + part.size() <= whole.size() &&
+         std::equal(part.begin(), part.end(), whole.begin() + static_cast<int64_t>(begin));
 }
 
 // Rows do not depend on later ones, sequences not on those packed beside them, bit for bit.
-int test_bits(Case c, const char* name) {
-  int failures = 0;
-  const HostInputs in = make_inputs(c);
-  const GpuAnswer whole = run(in, &failures);
+int test_bits(const KdaCase& c) {
+  const KdaProblem p = make_problem(c);
+  const Answer whole = run(p);
   const size_t row = static_cast<size_t>(c.HV * c.V * 2);
   const size_t state = static_cast<size_t>(c.HV * c.K * c.V * 4);
   bool same = true;
   if (c.lengths.empty()) {
-    for (int64_t tokens : {int64_t{1}, int64_t{17}, int64_t{64}, int64_t{100}, c.T - 1}) {
-      if (tokens < c.T) {
-        const GpuAnswer part = run(part_of(in, 0, tokens, 0), &failures);
-        same = same && same_bits(whole.out, 0, part.out, 0, row * static_cast<size_t>(tokens));
-      }
-    }
-  } else {
-    for (size_t n = 0; n < c.lengths.size(); ++n) {
-      if (c.lengths[n] > 0) {
-        const GpuAnswer part =
-            run(part_of(in, in.offsets[n], c.lengths[n], static_cast<int64_t>(n)), &failures);
-        same = same && same_bits(
-                           whole.out,
-                           row * static_cast<size_t>(in.offsets[n]),
-                           part.out,
-                           0,
-                           row * static_cast<size_t>(c.lengths[n])
-                       );
-        same = same && same_bits(whole.final_state, state * n, part.final_state, 0, state);
-      }
+    for (const int64_t tokens : {int64_t{1}, int64_t{17}, int64_t{64}, int64_t{100}, c.T - 1}) {
+      same = same && lies_at(run(part_of(p, 0, tokens, 0)).out, whole.out, 0);
     }
   }
-  std::printf("%-4s %s\n", same ? "ok" : "FAIL", name);
-  return failures + (same ? 0 : 1);
+  for (size_t n = 0; n < c.lengths.size(); ++n) {
+    const int64_t begin = p.offsets[n], end = p.offsets[n + 1];
+    const Answer part = run(part_of(p, begin, end, static_cast<int64_t>(n)));
+    same = same && lies_at(part.out, whole.out, row * static_cast<size_t>(begin));
+    same = same && lies_at(part.final_state, whole.final_state, state * n);
+  }
+  std::printf("%-4s %s\n", same ? "ok" : "FAIL", c.name);
+  return same ? 0 : 1;
 }
 
-std::vector<Case> all_cases() {
-  std::vector<Case> cases;
-  const auto add = [&](const char* name, Case c) {
-    c.name = name;
-    cases.push_back(c);
+std::vector<Test> all_tests() {
+  std::vector<Test> tests;
+  const auto add = [&](const char* name, auto&& change, double limit = 2.6e-3) {
+    KdaCase c{name};
+    c.T = 130;
+    c.HV = 1;
+    c.K = c.V = 128;
+    c.dtype = c.gate_dtype = DType::kBf16;
+    c.saved = 2;
+    c.rows_behind = 2;
+    c.int64_offsets = false;
+    change(&c);
+    tests.push_back({c, limit});
   };
-  const Case base{"", 1, 130, 1, 1, 128, 128};
-  for (int64_t T : {1, 15, 16, 17, 63, 64, 65, 130}) {
-    Case c = base;
-    c.T = T;
-    c.pad = T % 2;  // also tensors at whose end the memory ends
-    add(T == 1 ? "T=1" : (T < 64 ? "T<64" : "T>=64"), c);
+  for (const int64_t T : {1, 15, 16, 17, 63, 64, 65, 130}) {
+    add(T == 1 ? "T=1" : (T < 64 ? "T<64" : "T>=64"), [&](KdaCase* c) {
+      c->T = T, c->rows_behind = T % 2;  // also tensors at whose end the memory ends
+    });
   }
-  Case c = base;
-  c.B = 3;
-  c.T = 100;
-  c.H = 2;
-  c.HV = 4;
-  c.v_first = true;
-  add("batch, GVA, V first", c);
-  c.dtype = DType::kF16;
-  c.gate_dtype = DType::kF16;
-  c.beta_dtype = DType::kBf16;
-  c.chunk_states = 2;
-  c.limit = 1.2e-3;
-  add("fp16, float states", c);
-  c = base;
-  c.K = 64;
-  c.V = 64;
-  add("K=V=64", c);
-  c.V = 128;
-  c.v_first = true;
-  c.initial = 2;
-  c.strided = true;
-  add("K=64 V=128 strided", c);
-  c.dtype = DType::kF16;
-  c.K = 128;
-  c.V = 64;
-  c.gate_dtype = DType::kF32;
-  c.limit = 1.2e-3;
-  add("K=128 V=64 fp16 strided", c);
-  c = base;
-  c.T = 700;
-  c.H = 2;
-  c.HV = 2;
-  add("eleven chunks", c);
-  Case many = c;
-  many.T = 70;
-  many.H = many.HV = 66;
-  add("many heads", many);
-  c.initial = 0;
-  c.chunk_states = 0;
-  c.with_bias = false;
-  c.with_A_log = false;
-  add("no states, no A_log, no bias", c);
-  c = base;
-  c.T = 300;
-  c.gate = KdaGate::kSoftplus;
-  c.gate_mean = -2.0;
-  c.gate_spread = 3.0;
-  add("softplus gate", c);
-  c.gate_mean = 0.0;
-  c.gate_spread = 30.0;
-  add("softplus gate, +-30", c);
-  c.gate = KdaGate::kActivated;
-  c.gate_dtype = DType::kF32;
-  c.mixed_gates = true;
-  add("gates -60, -1e-6 and between", c);
-  c.mixed_gates = false;
-  c.gate_spread = 0.03;
-  c.beta = KdaBeta::kTwoSigmoid;
-  add("slow decay, beta to 2", c);
-  c.gate = KdaGate::kLowerBound;
-  c.gate_spread = 2.0;
-  c.lower_bound = -50.0;
-  add("lower bound -50", c);
-  c.beta_mean = -90.0;
-  c.beta_spread = 60.0;
-  add("beta logits far out", c);
-  c = base;
-  c.T = 300;
-  c.gate = KdaGate::kActivated;
-  c.gate_dtype = DType::kF32;
-  c.beta = KdaBeta::kActivated;
-  c.gate_spread = 0.001;
-  c.noise = 0.3;
-  c.beta_mean = 0.99;
-  c.beta_spread = 0.0;
-  c.limit = 3.4e-3;
-  add("similar keys", c);
-  c.noise = 0.0;
-  add("identical keys", c);
-  c.beta_mean = 1.99;
-  c.limit = 2e-2;
-  c.noise = -1.0;
-  c.run = 16;
-  add("sixteen identical keys, beta 1.99", c);
-  c.run = 64;
-  add("64 identical keys, beta 1.99", c);
-  c.run = 1;
-  c.noise = 0.3;
-  add("similar keys, beta 1.99", c);
-  c = base;
-  c.T = 200;
-  c.l2norm = false;
-  c.limit = 2.6e-3;
-  add("no norm", c);
-  c.v_size = 1e-20;
-  add("tiny values", c);
-  c.v_size = 1e20;
-  add("huge values", c);
-  c.v_size = 1.0;
-  c.outlier = 3e4;
-  add("outliers in v", c);
-  c = base;
-  c.lengths = {0, 100, 0, 0, 1, 63, 64, 65, 137, 0};
-  c.T = 430;
-  c.H = 2;
-  c.HV = 2;
-  add("packed", c);
-  c.int64_offsets = true;
-  c.v_first = true;
-  c.pad = 0;
-  add("packed, int64 offsets", c);
+  add("batch, GVA, V first",
+      [](KdaCase* c) { c->B = 3, c->T = 100, c->H = 2, c->HV = 4, c->v_first = true; });
+  add(
+      "batch, GVA, V first, fp16, float states",
+      [](KdaCase* c) {
+        c->B = 3, c->T = 100, c->H = 2, c->HV = 4, c->v_first = true, c->saved = 1;
+        c->dtype = c->gate_dtype = DType::kF16, c->beta_dtype = DType::kBf16;
+      },
+      1.2e-3
+  );
+  add("K=V=64", [](KdaCase* c) { c->K = c->V = 64; });
+  add("K=64 V=128 strided", [](KdaCase* c) {
+    c->K = 64, c->v_first = true, c->state_dtype = DType::kBf16;
+    c->heads_outer = true, c->pad = 1;
+  });
+  add(
+      "K=128 V=64 fp16 strided",
+      [](KdaCase* c) {
+        c->V = 64, c->v_first = true, c->state_dtype = DType::kBf16;
+        c->heads_outer = true, c->pad = 1, c->dtype = DType::kF16, c->gate_dtype = DType::kF32;
+      },
+      1.2e-3
+  );
+  add("eleven chunks", [](KdaCase* c) { c->T = 700, c->H = c->HV = 2; });
+  add("many heads", [](KdaCase* c) { c->T = 70, c->H = c->HV = 66; });
+  add("no states, no A_log, no bias", [](KdaCase* c) {
+    c->T = 700, c->H = c->HV = 2, c->initial = c->A_log = c->dt_bias = false, c->saved = 0;
+  });
+  add("softplus gate", [](KdaCase* c) {
+    c->T = 300, c->gate = KdaGate::kSoftplus, c->gate_mean = -2, c->gate_spread = 3;
+  });
+  add("softplus gate, +-30",
+      [](KdaCase* c) { c->T = 300, c->gate = KdaGate::kSoftplus, c->gate_spread = 30; });
+  add("gates -60, -1e-6 and between", [](KdaCase* c) {
+    c->T = 300, c->gate = KdaGate::kActivated, c->gate_dtype = DType::kF32, c->gate_spread = 30;
+    c->mixed_gates = true;
+  });
+  add("slow decay, beta to 2", [](KdaCase* c) {
+    c->T = 300, c->gate = KdaGate::kActivated, c->gate_dtype = DType::kF32, c->gate_spread = 0.03;
+    c->beta = KdaBeta::kTwoSigmoid;
+  });
+  const auto low_bound = [](KdaCase* c) {
+    c->T = 300, c->gate_dtype = DType::kF32, c->gate_spread = 2, c->lower_bound = -50;
+    c->beta = KdaBeta::kTwoSigmoid;
+  };
+  add("lower bound -50", low_bound);
+  add("beta logits far out",
+      [&](KdaCase* c) { low_bound(c), c->beta_mean = -90, c->beta_spread = 60; });
+  const auto keys = [&](const char* name, double alike, int64_t run, double beta, double limit) {
+    add(
+        name,
+        [&](KdaCase* c) {
+          c->T = 300, c->gate = KdaGate::kActivated, c->gate_dtype = DType::kF32;
+          c->gate_spread = 0.001, c->beta = KdaBeta::kActivated, c->fixed_beta = beta;
+          c->alike = alike, c->run = run;
+        },
+        limit
+    );
+  };
+  keys("similar keys", 0.77, 1, 0.99, 3.4e-3);
+  keys("identical keys", 1, 1, 0.99, 3.4e-3);
+  keys("sixteen identical keys, beta 1.99", 0, 16, 1.99, 2e-2);
+  keys("64 identical keys, beta 1.99", 0, 64, 1.99, 2e-2);
+  keys("similar keys, beta 1.99", 0.77, 1, 1.99, 2e-2);
+  const auto no_norm = [&](const char* name, double v_size, double outlier) {
+    add(name, [&](KdaCase* c) {
+      c->T = 200, c->l2norm = false, c->v_size = v_size, c->outlier = outlier;
+    });
+  };
+  no_norm("no norm", 1, 1);
+  no_norm("tiny values", 1e-20, 1);
+  no_norm("huge values", 1e20, 1);
+  no_norm("outliers in v", 1, 3e4);
+  const auto packed = [](KdaCase* c) {
+    c->lengths = {0, 100, 0, 0, 1, 63, 64, 65, 137, 0}, c->T = 430, c->H = c->HV = 2;
+  };
+  add("packed", packed);
+  add("packed, int64 offsets", [&](KdaCase* c) {
+    packed(c), c->int64_offsets = true, c->v_first = true, c->rows_behind = 0;
+  });
   // So many heads that a window holds few chunks.
-  c = base;
-  c.T = 330;
-  c.H = 200;
-  c.HV = 400;
-  c.K = 64;
-  c.V = 64;
-  add("two windows", c);
-  c.lengths = {65, 0, 1, 140, 0, 124};
-  add("packed, four windows", c);
-  c.lengths.clear();
-  c.B = 5;
-  c.T = 200;
-  c.H = 120;
-  c.HV = 240;
-  add("two groups of two windows", c);
-  return cases;
+  const auto windows = [](KdaCase* c) { c->T = 330, c->H = 200, c->HV = 400, c->K = c->V = 64; };
+  add("two windows", windows);
+  add("packed, four windows",
+      [&](KdaCase* c) { windows(c), c->lengths = {65, 0, 1, 140, 0, 124}; });
+  add("two groups of two windows",
+      [&](KdaCase* c) { windows(c), c->B = 5, c->T = 200, c->H = 120, c->HV = 240; });
+  return tests;
 }
 
-// Launches of the target shapes with real-sized inputs; rotates two sets so that L2 is cold.
-void time_shape(int64_t B, int64_t T, int64_t H, bool states) {
-  const int64_t K = 128, V = 128;
-  const KdaDims d{B, T, H, H, K, V, B, 64};
-  const size_t tokens = static_cast<size_t>(B * T * H);
-  std::vector<uint16_t> host(tokens * 128);
-  uint32_t x = 12345;
-  for (uint16_t& y : host) {  // bf16 of magnitude 0.25 to 1
-    x = x * 1664525u + 1013904223u;
-    y = static_cast<uint16_t>((x >> 31 << 15) | (0x3e80u + ((x >> 8) & 0xffu)));
-  }
-  const DeviceArray<uint16_t> q(host), k(host), v(host), g(host);
-  const DeviceArray<float> beta(std::vector<float>(tokens, 0.3f));
-  const DeviceArray<float> A_log(std::vector<float>(static_cast<size_t>(H), 0.1f));
-  const DeviceArray<float> bias(std::vector<float>(static_cast<size_t>(H * K), 0.1f));
-  const DeviceArray<uint16_t> out(tokens * 128);
-  const DeviceArray<float> final_state(static_cast<size_t>(B * H * K * V));
-  const int64_t rows = chunk_state_rows(d, false);
-  const DeviceArray<uint16_t> chunk_states(states ? static_cast<size_t>(rows * H * K * V) : 1);
-  KdaCudaFwdParams p = {};
-  p.base.dims = d;
-  p.base.options = {0.0883883, true, KdaGate::kLowerBound, -5.0, KdaBeta::kSigmoid};
-  const auto view = [&](const void* data, DType dtype, int64_t last) {
-    return KdaView{data, dtype, {T * H * last, H * last, last, 1}};
-  };
-  p.base.tokens = {
-      view(q.data, DType::kBf16, K),
-      view(k.data, DType::kBf16, K),
-      view(v.data, DType::kBf16, V),
-      view(g.data, DType::kBf16, K),
-      view(beta.data, DType::kF32, 1),
-      A_log.data,
-      bias.data,
-  };
-  p.base.final_state = {final_state.data, DType::kF32, {H * K * V, K * V, V, 1}};
-  p.base.chunk_states = {states ? chunk_states.data : nullptr, DType::kBf16, false};
-  p.base.out = out.data;
-  const DeviceArray<uint8_t> workspace(kda_tensor_fwd_workspace(p));
+// Medians of the forward, and of its preparation alone in windows of the same size.
+void time_shape(int64_t B, int64_t T, int64_t heads, bool states) {
+  constexpr int64_t kK = KdaLargeInputs::kK, kV = KdaLargeInputs::kV;
+  const KdaLargeInputs in(B, T, heads);
+  const DeviceBytes out(in.rows() * kV * 2), final_state(B * heads * kK * kV * 4);
+  const DeviceBytes chunk_states(states ? in.chunk_rows() * heads * kK * kV * 2 : int64_t{0});
+  kda::KdaCudaFwdParams p{};
+  p.base.dims = in.dims;
+  p.base.options = in.options();
+  p.base.tokens = in.tokens();
+  p.base.final_state = {final_state.data(), DType::kF32, {heads * kK * kV, kK * kV, kV, 1}};
+  p.base.chunk_states = {states ? chunk_states.data() : nullptr, DType::kBf16, false};
+  p.base.out = out.data();
+  const int64_t bytes = static_cast<int64_t>(kda::kda_tensor_fwd_workspace(p));
+  const DeviceBytes workspace(bytes);
 
-  // The preparation alone, in windows of the same size.
-  KdaPrepParams prep{d, p.base.options, p.base.tokens, {}, {}, {}};
-  prep.records = {reinterpret_cast<char*>(workspace.data), KdaRecord<128>::kForwardBytes};
-  const KdaWindowPlan plan = kda_window_plan(d, false, 1584);
+  kda::KdaPrepParams prep{in.dims, p.base.options, p.base.tokens, {}, {}, {}};
+  prep.records = {static_cast<char*>(workspace.data()), kda::KdaRecord<kK>::kForwardBytes};
+  const kda::KdaWindowPlan plan = kda::kda_window_plan(in.dims, false, 1584);
 
-  cudaEvent_t start, stop;
-  check(cudaEventCreate(&start), "event");
-  check(cudaEventCreate(&stop), "event");
-  double ms[2];
-  for (int kind = 0; kind < 2; ++kind) {
-    std::vector<float> times;
-    for (int i = 0; i < 15; ++i) {
-      check(cudaEventRecord(start), "event");
-      if (kind == 0) {
-        check(launch_kda_tensor_fwd(p, workspace.data, nullptr), "launch");
-      } else {
-        for (int64_t w = 0; w < plan.num_windows(); ++w) {
-          prep.window = plan.window(w);
-          check(launch_kda_tensor_prep(prep, nullptr), "launch");
-        }
+  Stopwatch time;
+  std::vector<float> whole, preparation;
+  for (int i = 0; i < 15; ++i) {
+    const float w = time([&] { return kda::launch_kda_tensor_fwd(p, workspace.data(), nullptr); });
+    const float r = time([&] {
+      cudaError_t error = cudaSuccess;
+      for (int64_t window = 0; window < plan.num_windows() && error == cudaSuccess; ++window) {
+        prep.window = plan.window(window);
+        error = kda::launch_kda_tensor_prep(prep, nullptr);
       }
-      check(cudaEventRecord(stop), "event");
-      check(cudaEventSynchronize(stop), "event");
-      float time = 0;
-      check(cudaEventElapsedTime(&time, start, stop), "event");
-      if (i >= 5) {
-        times.push_back(time);
-      }
+      return error;
+    });
+    if (i >= 5) {
+      whole.push_back(w);
+      preparation.push_back(r);
     }
-    std::sort(times.begin(), times.end());
-    ms[kind] = times[times.size() / 2];
   }
   std::printf(
       "time B=%lld T=%lld H=%lld states=%d: forward %.3f ms, prep alone %.3f ms, %lld windows, "
       "workspace %.0f MB\n",
-      (long long)B,
-      (long long)T,
-      (long long)H,
+      static_cast<long long>(B),
+      static_cast<long long>(T),
+      static_cast<long long>(heads),
       states,
-      ms[0],
-      ms[1],
-      (long long)plan.num_windows(),
-      static_cast<double>(workspace.size) * 1e-6
+      median(whole),
+      median(preparation),
+      static_cast<long long>(plan.num_windows()),
+      static_cast<double>(bytes) * 1e-6
   );
 }
 
 }  // namespace
-}  // namespace sdm::kda::test
+}  // namespace sdm::test
 
 int main(int argc, char** argv) {
-  using namespace sdm::kda::test;
+  using namespace sdm::test;
   const std::string mode = argc > 1 ? argv[1] : "";
   int failures = 0;
-  for (const Case& c : all_cases()) {
-    if (mode.empty() || mode == "time" || std::string(c.name).find(mode) != std::string::npos) {
-      failures += test_case(c);
+  for (const Test& test : all_tests()) {
+    const bool named = std::string(test.c.name).find(mode) != std::string::npos;
+    if (mode == "time" || named) {
+      failures += test_case(test);
     }
   }
   if (mode.empty() || mode == "time" || mode == "bits") {
-    Case c{"bits", 1, 200, 2, 2, 128, 128};
-    failures += test_bits(c, "a prefix has the same bits");
+    KdaCase c{"a prefix has the same bits"};
+    c.T = 200;
+    c.H = c.HV = 2;
+    c.K = c.V = 128;
+    c.dtype = c.gate_dtype = sdm::DType::kBf16;
+    c.saved = 2;
+    failures += test_bits(c);
+    c.name = "packed sequences have the bits of single ones";
     c.lengths = {70, 1, 0, 129};
-    failures += test_bits(c, "packed sequences have the bits of single ones");
+    failures += test_bits(c);
   }
   std::printf("%d failures\n", failures);
   if (mode == "time" || mode == "speed") {

@@ -23,81 +23,42 @@ struct Results {
 };
 
 Results run(const KdaDevice& d) {
-  const KdaProblem& p = d.p;
-  const KdaCase& c = p.c;
-  const int64_t tokens = c.B * c.T, size = element_size(c.dtype), states = p.N * c.HV * c.K * c.V;
-  const DeviceBytes out(tokens * c.HV * c.V * size), final_state(states * 4);
-  const DType saved_dtype = c.saved == 2 ? DType::kBf16 : DType::kF32;
-  const DeviceBytes saved(
-      c.saved == 0 ? 0 : d.chunk_rows() * c.HV * c.K * c.V * element_size(saved_dtype)
-  );
-  const kda::KdaChunkStates chunk_states{
-      c.saved == 0 ? nullptr : saved.data(), saved_dtype, c.v_first
-  };
-  kda::KdaCudaFwdParams fwd{};
-  fwd.base.dims = d.dims();
-  fwd.base.options = d.options();
-  fwd.base.tokens = d.tokens();
-  fwd.base.initial = d.initial_view();
-  fwd.base.final_state = state_view(c.final_state ? final_state.data() : nullptr, DType::kF32, c);
-  fwd.base.chunk_states = chunk_states;
-  fwd.base.out = out.data();
-  fwd.cu_seqlens = d.cu_seqlens();
+  const KdaCase& c = d.p.c;
+  const KdaForward fwd(d);
   {
-    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_plain_fwd_workspace(fwd)));
-    check(kda::launch_kda_plain_fwd(fwd, workspace.data(), nullptr), "launch_kda_plain_fwd");
+    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_plain_fwd_workspace(fwd.params)));
+    check(kda::launch_kda_plain_fwd(fwd.params, workspace.data(), nullptr), "launch_kda_plain_fwd");
     check(cudaDeviceSynchronize(), "forward");
     workspace.fetch("workspace of the forward");
   }
-  const int64_t keys = tokens * c.H * c.K;
-  const DeviceBytes d_q(keys * size), d_k(keys * size), d_v(tokens * c.HV * c.V * size);
-  const DeviceBytes d_g(tokens * c.HV * c.K * element_size(c.gate_dtype));
-  const DeviceBytes d_beta(tokens * c.HV * element_size(c.beta_dtype));
-  const DeviceBytes d_A_log(c.HV * 4), d_dt_bias(c.HV * c.K * 4), d_initial(states * 4);
-  kda::KdaCudaBwdParams bwd{};
-  bwd.base.dims = d.dims();
-  bwd.base.options = d.options();
-  bwd.base.tokens = d.tokens();
-  bwd.base.initial = d.initial_view();
-  bwd.base.chunk_states = chunk_states;
-  bwd.base.d_out = d.d_out_view();
-  bwd.base.d_final = state_view(c.d_final ? d.d_final.data() : nullptr, DType::kF32, c);
-  bwd.base.d_q = d_q.data();
-  bwd.base.d_k = d_k.data();
-  bwd.base.d_v = d_v.data();
-  bwd.base.d_g = d_g.data();
-  bwd.base.d_beta = d_beta.data();
-  bwd.base.d_A_log = c.A_log ? static_cast<float*>(d_A_log.data()) : nullptr;
-  bwd.base.d_dt_bias = c.dt_bias ? static_cast<float*>(d_dt_bias.data()) : nullptr;
-  bwd.base.d_initial = state_view(c.initial ? d_initial.data() : nullptr, DType::kF32, c);
-  bwd.cu_seqlens = d.cu_seqlens();
+  const KdaBackward bwd(d, fwd.params.base.chunk_states);
   {
-    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_plain_bwd_workspace(bwd)));
-    check(kda::launch_kda_plain_bwd(bwd, workspace.data(), nullptr), "launch_kda_plain_bwd");
+    const DeviceBytes workspace(static_cast<int64_t>(kda::kda_plain_bwd_workspace(bwd.params)));
+    check(kda::launch_kda_plain_bwd(bwd.params, workspace.data(), nullptr), "launch_kda_plain_bwd");
     check(cudaDeviceSynchronize(), "backward");
     workspace.fetch("workspace of the backward");
   }
   Results results;
-  results.add("out", out, c.dtype);
+  results.add("out", fwd.out, c.dtype);
   if (c.final_state) {
-    results.add("final_state", final_state, DType::kF32);
+    results.add("final_state", fwd.final_state, DType::kF32);
   }
-  results.add("d_q", d_q, c.dtype);
-  results.add("d_k", d_k, c.dtype);
-  results.add("d_v", d_v, c.dtype);
-  results.add("d_g", d_g, c.gate_dtype);
-  results.add("d_beta", d_beta, c.beta_dtype);
+  results.add("d_q", bwd.d_q, c.dtype);
+  results.add("d_k", bwd.d_k, c.dtype);
+  results.add("d_v", bwd.d_v, c.dtype);
+  results.add("d_g", bwd.d_g, c.gate_dtype);
+  results.add("d_beta", bwd.d_beta, c.beta_dtype);
   if (c.A_log) {
-    results.add("d_A_log", d_A_log, DType::kF32);
+    results.add("d_A_log", bwd.d_A_log, DType::kF32);
   }
   if (c.dt_bias) {
-    results.add("d_dt_bias", d_dt_bias, DType::kF32);
+    results.add("d_dt_bias", bwd.d_dt_bias, DType::kF32);
   }
   if (c.initial) {
-    results.add("d_initial", d_initial, DType::kF32);
+    results.add("d_initial", bwd.d_initial, DType::kF32);
   }
   if (c.saved != 0) {
-    saved.fetch("chunk states");
+    fwd.chunk_states.fetch("chunk states");
   }
   return results;
 }
@@ -165,14 +126,7 @@ int test_case(const KdaCase& c) {
 int test_prefix(KdaCase c, int64_t prefix) {
   KdaProblem whole = make_problem(c);
   solve(&whole);
-  KdaProblem part = whole;
-  part.c.T = prefix;
-  const auto cut = [&](KdaTensor* t) {
-    t->bytes.resize(static_cast<size_t>(prefix * t->stride[1] * element_size(t->dtype)));
-  };
-  for (KdaTensor* t : {&part.q, &part.k, &part.v, &part.g, &part.beta, &part.d_out}) {
-    cut(t);
-  }
+  const KdaProblem part = part_of(whole, 0, prefix, 0);
   const KdaDevice whole_device(whole), part_device(part);
   const Results a = run(whole_device), b = run(part_device);
   const bool same = std::equal(b.bytes[0].begin(), b.bytes[0].end(), a.bytes[0].begin());
@@ -188,20 +142,8 @@ int test_packed_bits(KdaCase c) {
   int wrong = 0;
   for (int64_t n = 0; n < packed.N; ++n) {
     const int64_t begin = packed.offsets[static_cast<size_t>(n)];
-    const int64_t length = c.lengths[static_cast<size_t>(n)];
-    KdaProblem alone = packed;
-    alone.N = 1;
-    alone.c.T = length;
-    alone.c.lengths.clear();
-    alone.offsets.clear();
-    for (KdaTensor* t : {&alone.q, &alone.k, &alone.v, &alone.g, &alone.beta, &alone.d_out}) {
-      const int64_t row = t->stride[1] * element_size(t->dtype);
-      t->bytes = {t->bytes.begin() + begin * row, t->bytes.begin() + (begin + length) * row};
-    }
-    const int64_t each = c.HV * c.K * c.V;
-    for (std::vector<double>* x : {&alone.initial, &alone.d_final}) {
-      *x = {x->begin() + n * each, x->begin() + (n + 1) * each};
-    }
+    const int64_t end = packed.offsets[static_cast<size_t>(n + 1)];
+    const KdaProblem alone = part_of(packed, begin, end, n);
     const KdaDevice device(alone);
     const Results one = run(device);
     for (size_t i = 0; i < one.names.size(); ++i) {

@@ -14,18 +14,12 @@
 #include <cuda_runtime.h>
 
 #include "sdm_kernels/sdm/cuda/sdm_cuda.h"
+#include "tests/cpp/device.h"
 
 namespace sdm::test {
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    std::printf("%s: %s\n", what, cudaGetErrorString(error));
-    std::exit(2);
-  }
-}
 
 struct Case {
   const char* name;

@@ -17,6 +17,7 @@
 #include <cuda_runtime.h>
 
 #include "sdm_kernels/topk/cuda/topk_cuda.h"
+#include "tests/cpp/device.h"
 #include "tests/cpp/topk_reference.h"
 
 namespace sdm::test {
@@ -24,42 +25,6 @@ namespace {
 
 int g_failures = 0;
 int g_cases = 0;
-
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    std::printf("%s: %s\n", what, cudaGetErrorString(error));
-    std::exit(2);
-  }
-}
-
-template <typename T>
-struct DeviceArray {
-  T* data = nullptr;
-  size_t size = 0;
-
-  explicit DeviceArray(size_t count) : size(count) {
-    check(
-        cudaMalloc(reinterpret_cast<void**>(&data), std::max<size_t>(count, 1) * sizeof(T)),
-        "cudaMalloc"
-    );
-    check(cudaMemset(data, 0xa5, size * sizeof(T)), "cudaMemset");
-  }
-
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    check(cudaMemcpy(data, host.data(), size * sizeof(T), cudaMemcpyHostToDevice), "copy in");
-  }
-
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  ~DeviceArray() { cudaFree(data); }
-
-  std::vector<T> host() const {
-    std::vector<T> result(size);
-    check(cudaMemcpy(result.data(), data, size * sizeof(T), cudaMemcpyDeviceToHost), "copy out");
-    return result;
-  }
-};
 
 enum Kind {
   kNormal,
@@ -298,22 +263,11 @@ void run(const std::vector<int64_t>& dims, int64_t k, int64_t rows) {
 
 template <typename Launch>
 float time_launch(Launch launch) {
-  cudaEvent_t begin;
-  cudaEvent_t end;
-  check(cudaEventCreate(&begin), "cudaEventCreate");
-  check(cudaEventCreate(&end), "cudaEventCreate");
+  Stopwatch time;
   float best = 1e30f;
   for (int repeat = 0; repeat < 20; ++repeat) {
-    check(cudaEventRecord(begin, nullptr), "cudaEventRecord");
-    launch();
-    check(cudaEventRecord(end, nullptr), "cudaEventRecord");
-    check(cudaEventSynchronize(end), "cudaEventSynchronize");
-    float ms = 0.0f;
-    check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
-    best = std::min(best, ms);
+    best = std::min(best, time(launch));
   }
-  check(cudaEventDestroy(begin), "cudaEventDestroy");
-  check(cudaEventDestroy(end), "cudaEventDestroy");
   return best;
 }
 
@@ -359,10 +313,8 @@ void time_shape(int64_t width, int64_t k, Kind kind, const char* name) {
       false,
       device_scores.data
   };
-  const float fwd_ms =
-      time_launch([&] { check(launch_topk_fwd(fwd, nullptr), "launch_topk_fwd"); });
-  const float bwd_ms =
-      time_launch([&] { check(launch_topk_bwd(bwd, nullptr), "launch_topk_bwd"); });
+  const float fwd_ms = time_launch([&] { return launch_topk_fwd(fwd, nullptr); });
+  const float bwd_ms = time_launch([&] { return launch_topk_bwd(bwd, nullptr); });
   std::printf(
       "%s %s 65536 x (%d, %d) k %d: forward %.4f ms, backward %.4f ms\n",
       sizeof(T) == 4 ? "f32 " : "bf16",
