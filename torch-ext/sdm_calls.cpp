@@ -205,6 +205,13 @@ SdmFwdCall prepare_sdm_fwd(
   const auto saved_shape =
       saved_rows_shape(d, mode, save.segment_chunks, tokens.cu_seqlens.has_value());
 
+  check(
+      !save.log() || saved_shape[1] < (int64_t{1} << 30) - 1,
+      op,
+      ": too many rows to keep, ",
+      saved_shape[1],
+      " a head"
+  );
   const bool wants_bank = output_final_state || (saves_rows(mode) && !save.log());
   const bool scaled = mode == SdmSave::kFp8 || mode == SdmSave::kInt4;
   Tensor out = new_result(v, {d.B, d.T, d.H, d.D}, in.tokens.v.dtype);

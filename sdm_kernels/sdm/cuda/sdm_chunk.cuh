@@ -22,6 +22,15 @@ namespace sdm::cuda {
 // Row pieces that a thread keeps in flight.
 constexpr int kRingDepth = 8;
 
+// Rows that chunks make in the place of those of a bank (sdm_sources.h). A code counts them from
+// rows + sequence * stride[0] + head * stride[1].
+struct SdmLog {
+  void* rows;  // null: none
+  int64_t stride[2];
+  bool by_slot;  // a slot has one row, its own; otherwise every chunk has rows for all that it
+                 // writes, from first_row of the sequence on
+};
+
 struct SdmChunkParams {
   SdmDims dims;
   SdmWindow window;
@@ -34,6 +43,7 @@ struct SdmChunkParams {
   void* out;               // forward: [B, T, H, D] in v's dtype
   float* errors;           // [B, T, H, D]; forward: written unless null; otherwise read
   SdmSaved saved;          // rows or checkpoints of the forward
+  SdmLog log;              // forward
   void* replay_rows;       // replay: [N * H][chunks of a window but the last][rows of a chunk][D]
   FloatView d_out;         // backward
   const int* source_rows;  // backward: SdmSources::row
@@ -57,6 +67,16 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Of numbers of blocks and streams, which fit 31 bits: a division of 64 bits takes four times as
+// long, and every block begins with several.
+__device__ __forceinline__ int quotient(int64_t x, int64_t y) {
+  return static_cast<int>(static_cast<uint32_t>(x) / static_cast<uint32_t>(y));
+}
+
+__device__ __forceinline__ int remainder(int64_t x, int64_t y) {
+  return static_cast<int>(static_cast<uint32_t>(x) % static_cast<uint32_t>(y));
+}
+
 // The chunk of a stream.
 struct StreamChunk {
   int64_t stream, head, sequence;
@@ -65,7 +85,7 @@ struct StreamChunk {
   bool exists;
 
   __device__ __forceinline__ StreamChunk(const SdmChunkParams& p, int64_t stream_)
-      : stream(stream_), head(stream_ % p.dims.H), sequence(stream_ / p.dims.H) {
+      : stream(stream_), head(remainder(stream_, p.dims.H)), sequence(quotient(stream_, p.dims.H)) {
     const SdmSequence& s = p.sequences[sequence];
     const int64_t chunk = p.window.first_chunk + p.k;
     exists = s.bank >= 0 && chunk < s.num_chunks;
@@ -94,6 +114,12 @@ view_row(const FloatView& view, const ChunkPlace& place, int64_t i) {
 // A contiguous [rows, D] float tensor as a view whose token rows token_row() or scratch() give.
 __device__ __forceinline__ FloatView float_rows(const float* data) {
   return {data, DType::kF32, {0, 0, 0, 1}};
+}
+
+// The rows of the forward's log that codes of a stream count from.
+template <typename S>
+__device__ __forceinline__ S* log_rows(const SdmChunkParams& p, const StreamChunk& c) {
+  return static_cast<S*>(p.log.rows) + c.sequence * p.log.stride[0] + c.head * p.log.stride[1];
 }
 
 // Starts the fetch of a lane's part of a row into a slot of the ring; a row that is not `valid`

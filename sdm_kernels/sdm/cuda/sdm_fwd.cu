@@ -2,7 +2,8 @@
 //! @file Forward of sparse delta memory on CUDA: windows of chunks, phase 1 then chunk after chunk.
 //!
 //! With save="rows" no bank is advanced: every chunk appends the rows that it writes to a log,
-//! which the backward keeps, and a row is read where it lies (sdm_sources.h).
+//! which the backward keeps, and a row is read where it lies (sdm_sources.h). Short calls that keep
+//! nothing read a row from the initial bank until a chunk has written it, instead of a copy.
 
 #include "sdm_kernels/sdm/cuda/sdm_chunk_launch.h"
 #include "sdm_kernels/sdm/cuda/sdm_gather.cuh"
@@ -23,8 +24,21 @@ struct FwdMemory {
   float* product;  // qk * inverse of a window
 };
 
-bool makes_log(const SdmFwdParams& p) {
+// Where no bank at the end is wanted, a slot needs no copy of its row before a chunk writes it. To
+// find out costs about as much for an entry as to copy so many bytes.
+bool fills_slots(const SdmFwdParams& p) {
+  constexpr int64_t kBytesAnEntry = 100;
+  const SdmDims& dims = p.dims;
+  return p.saved.mode == SdmSave::kNone && p.bank.data == nullptr &&
+         dims.S * dims.D * element_size(p.bank_dtype) >= kBytesAnEntry * dims.T * (dims.W + dims.R);
+}
+
+bool keeps_log(const SdmFwdParams& p) {
   return p.saved.mode == SdmSave::kRows;
+}
+
+bool makes_log(const SdmFwdParams& p) {
+  return keeps_log(p) || fills_slots(p);
 }
 
 cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* memory) {
@@ -32,11 +46,12 @@ cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* me
   memory->chunk = carve_chunk(carver, p.dims, group, true);
   const int64_t bank_bytes = p.dims.N * p.dims.H * p.dims.S * p.dims.D * element_size(p.bank_dtype);
   const bool log = makes_log(p);
-  memory->bank = p.bank.data == nullptr && !log ? carver->take(bank_bytes) : nullptr;
+  memory->bank = p.bank.data == nullptr && !keeps_log(p) ? carver->take(bank_bytes) : nullptr;
   const SdmWindow window{0, window_chunks(group)};
   const int64_t streams = log ? group.N * group.H : 0;
   memory->sources.row = carver->take<int>(streams * window.chunks * lanes_of_chunk(group));
   memory->sources.touched = carver->take<int>(streams * group.S);
+  memory->sources.written = carver->take<int>(fills_slots(p) ? streams * group.S : 0);
   memory->product = carver->take<float>(merge_cells(group, window));
   return carve_phase1(carver, p.dims, group, window, &memory->phase1);
 }
@@ -47,7 +62,7 @@ cudaError_t carve_fwd(DeviceCarver* carver, const SdmFwdParams& p, FwdMemory* me
 cudaError_t clear_unused_saved(const SdmFwdParams& p, bool packed, cudaStream_t stream) {
   const SdmDims& dims = p.dims;
   char* rows = static_cast<char*>(p.saved.rows);
-  if (makes_log(p)) {
+  if (keeps_log(p)) {
     constexpr int64_t kSmall = 1 << 20;
     const int64_t count = dims.H * p.saved.rows_per_head;
     const int64_t bytes = count * dims.D * element_size(p.bank_dtype);
@@ -170,12 +185,14 @@ cudaError_t launch_log_sources(
 ) {
   const int64_t end = p.window.first_chunk + p.window.chunks;
   const bool keep_all = base.bank.data != nullptr || end < most_chunks(p.dims);
-  sources->written = written_at_end(base.saved, base.dims, n);
+  if (keeps_log(base)) {
+    sources->written = written_at_end(base.saved, base.dims, n);
+  }
   if (!keep_all) {
     SDM_RETURN_IF_ERROR(launch_forget_touched(p.dims, *sources, stream));
   }
   const SavedRowsLayout layout{
-      SavedRows::kForwardLog,
+      keeps_log(base) ? SavedRows::kForwardLog : SavedRows::kSlotLog,
       false,
       keep_all,
       rows_of_chunk(p.dims, p.dims.C),
@@ -219,9 +236,8 @@ cudaError_t run_window(
     const bool update = final_bank || chunk + 1 < most_chunks(p.dims);
     const auto run = [&](auto is_aligned) {
       constexpr bool kAligned = decltype(is_aligned)::value;
-      return p.saved.mode == SdmSave::kRows
-                 ? run_chunk<S, kAligned, true>(p, card, update, stream)
-                 : run_chunk<S, kAligned, false>(p, card, update, stream);
+      return p.log.rows != nullptr ? run_chunk<S, kAligned, true>(p, card, update, stream)
+                                   : run_chunk<S, kAligned, false>(p, card, update, stream);
     };
     SDM_RETURN_IF_ERROR(aligned ? run(std::true_type()) : run(std::false_type()));
   }
@@ -297,7 +313,7 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
   p.y = memory.chunk.y;
   p.num_slices = num_slices(dims, base.bank_dtype);
   const bool aligned = aligned_bank(bank, base.bank_dtype, dims.D) &&
-                       (!log || reinterpret_cast<uintptr_t>(base.saved.rows) % 16 == 0);
+                       (!keeps_log(base) || reinterpret_cast<uintptr_t>(base.saved.rows) % 16 == 0);
   p.token_vectors = aligned && aligned_tokens(base.tokens.v, dims.D);
   p.bank = bank;
   p.product = memory.product;
@@ -307,6 +323,12 @@ cudaError_t launch_sdm_fwd(const SdmCudaFwdParams& params, void* workspace, cuda
   for (int64_t n = 0; n < dims.N; n += group) {
     p.dims.N = std::min(group, dims.N - n);
     p.sequences = memory.chunk.sequences + n;
+    if (keeps_log(base)) {
+      p.log = {base.saved.rows, {0, base.saved.rows_per_head * dims.D}, false};
+    } else if (log) {
+      const BankView filled = bank_from(contiguous_bank(memory.bank, dims), n, base.bank_dtype);
+      p.log = {filled.data, {filled.stride[0], filled.stride[1]}, true};
+    }
     const SdmCudaInputs inputs{p.dims, base.tokens, base.bank_dtype, p.sequences};
     for (int64_t first = 0; first < most_chunks(dims); first += step) {
       p.window = {first, std::min(step, most_chunks(dims) - first)};

@@ -59,6 +59,33 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_fwd_solve_kernel(
   };
   ring.start(steps_of(Task(0)), loader(Task(0)));
   wait_for_previous();
+  const auto first_column_of = [](const Task& task) {
+    return task.first_tile * 8 + 2 * (static_cast<int>(threadIdx.x) % 4);
+  };
+  const auto load_readings = [&](const Task& task, float (&out)[Shape::kTiles][4]) {
+    const int row = task.block * 16 + Block::row(0), column = first_column_of(task);
+    const float* from = p.y + scratch + row * D + column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool inside = row + 8 * half < num_tokens;
+#pragma unroll
+      for (int n = 0; n < Shape::kTiles; ++n) {
+        const int count = inside ? at.columns - column - n * 8 : 0;
+        const float* two_from = from + (half != 0 ? 8 * D : 0) + n * 8;
+        float2 two = make_float2(0.0f, 0.0f);
+        if (vectors && count >= 2) {
+          two = __ldcg(reinterpret_cast<const float2*>(two_from));
+        } else if (count > 0) {
+          two.x = __ldcg(two_from);
+          two.y = count > 1 ? __ldcg(two_from + 1) : 0.0f;
+        }
+        out[n][2 * half] = two.x;
+        out[n][2 * half + 1] = two.y;
+      }
+    }
+  };
+  float out[Shape::kTiles][4];
+  load_readings(Task(0), out);
   const Rows u(smem);
   const bool found = u.template load<kTerms>(
       float_rows(p.x),
@@ -69,6 +96,7 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_fwd_solve_kernel(
       at.columns,
       vectors
   );
+  const bool in_errors = p.errors != nullptr && p.log.rows != nullptr;  // the update reads those
   const bool bad = __syncthreads_or(found) != 0;  // all is there, and p.x may be overwritten
 
 #pragma unroll 1
@@ -78,25 +106,10 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_fwd_solve_kernel(
     if (block >= row_blocks) {
       continue;
     }
-    const int first_column = first_tile * 8 + 2 * (static_cast<int>(threadIdx.x) % 4);
-    float errors[Shape::kTiles][4] = {}, out[Shape::kTiles][4];
-#pragma unroll
-    for (int n = 0; n < Shape::kTiles; ++n) {
-      const int column = first_column + n * 8;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = block * 16 + Block::row(half);
-        const int count = row < num_tokens ? at.columns - column : 0;
-        const float* from = p.y + scratch + row * D + column;
-        if (vectors && count >= 2) {
-          const float2 two = __ldcg(reinterpret_cast<const float2*>(from));
-          out[n][2 * half] = two.x;
-          out[n][2 * half + 1] = two.y;
-        } else {
-          out[n][2 * half] = count > 0 ? __ldcg(from) : 0.0f;
-          out[n][2 * half + 1] = count > 1 ? __ldcg(from + 1) : 0.0f;
-        }
-      }
+    const int first_column = first_column_of(task);
+    float errors[Shape::kTiles][4] = {};
+    if (j > 0) {
+      load_readings(task, out);
     }
     const auto load = loader(task);
     if (j > 0) {
@@ -118,15 +131,20 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_fwd_solve_kernel(
     } else {
       run(std::false_type());
     }
+    const int first_row = block * 16 + Block::row(0);
+    const int64_t in_scratch = scratch + first_row * D + first_column;
+    const int64_t in_tokens = token_row(p.dims, c.place, first_row) + at.first + first_column;
 #pragma unroll
-    for (int n = 0; n < Shape::kTiles; ++n) {
-      const int column = first_column + n * 8;
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 8 * half;
+      if (row >= num_tokens) {
+        continue;
+      }
+      const int64_t x_row = in_scratch + half * 8 * D;
+      const int64_t token = in_tokens + half * 8 * D * p.dims.H;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = block * 16 + Block::row(half);
-        if (row >= num_tokens) {
-          continue;
-        }
+      for (int n = 0; n < Shape::kTiles; ++n) {
+        const int column = first_column + n * 8, count = at.columns - column;
         float e[2] = {errors[n][2 * half], errors[n][2 * half + 1]};
         float y[2] = {out[n][2 * half], out[n][2 * half + 1]};
         if (bad) {
@@ -136,13 +154,13 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_fwd_solve_kernel(
             y[i] = add_bad_terms<false>(product, Cp, u, 0, num_tokens, row, column + i, y[i]);
           }
         }
-        const int count = at.columns - column;
-        const int64_t token = token_row(p.dims, c.place, row) + at.first + column;
-        store_two(p.x, DType::kF32, scratch + row * D + column, count, vectors, e);
-        if (p.errors != nullptr) {
-          store_two(p.errors, DType::kF32, token, count, vectors, e);
+        if (!in_errors) {
+          store_two(p.x, DType::kF32, x_row + n * 8, count, vectors, e);
         }
-        store_two(p.out, p.v.dtype, token, count, vectors, y);
+        if (p.errors != nullptr) {
+          store_two(p.errors, DType::kF32, token + n * 8, count, vectors, e);
+        }
+        store_two(p.out, p.v.dtype, token + n * 8, count, vectors, y);
       }
     }
   }

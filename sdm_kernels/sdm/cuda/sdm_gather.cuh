@@ -49,13 +49,14 @@ struct GatherPlace {
 
   __device__ __forceinline__ GatherPlace(const SdmChunkParams& p, const GatherShape& shape) {
     const int together = shape.together, parts = shape.parts, tokens = shape.tokens();
-    const int64_t slice_groups = ceil_div(p.num_slices, together);
-    const int64_t token_blocks = ceil_div(p.dims.C, tokens);
+    const int slice_groups = quotient(p.num_slices + together - 1, together);
+    const int token_blocks = quotient(p.dims.C + tokens - 1, tokens);
     const int group = static_cast<int>(threadIdx.x) / kRowLanes;
     part = group / together % parts;
-    token = static_cast<int>(blockIdx.x % token_blocks) * tokens + group / together / parts;
-    slice = blockIdx.x / token_blocks % slice_groups * together + group % together;
-    stream = blockIdx.x / (token_blocks * slice_groups);
+    const int tokens_done = quotient(blockIdx.x, token_blocks);
+    token = remainder(blockIdx.x, token_blocks) * tokens + group / together / parts;
+    slice = remainder(tokens_done, slice_groups) * together + group % together;
+    stream = quotient(tokens_done, slice_groups);
   }
 };
 
@@ -71,8 +72,8 @@ inline int64_t gather_blocks(const SdmDims& dims, int64_t num_slices) {
 // were made for a whole window and may have left it.
 __device__ __forceinline__ void prefetch_matrices(const SdmChunkParams& p, const StreamChunk& c) {
   constexpr int kLine = 32;  // floats
-  const int blocks = static_cast<int>(gridDim.x / (p.dims.N * p.dims.H));
-  const int block = static_cast<int>(blockIdx.x % blocks);
+  const int blocks = quotient(gridDim.x, p.dims.N * p.dims.H);
+  const int block = remainder(blockIdx.x, blocks);
   const int Cp = p.records.Cp;
   const int lines = ceil_div(Cp, kLine);  // of a row
   for (int at = block * kGatherThreads + static_cast<int>(threadIdx.x); at < 2 * Cp * lines;
@@ -118,8 +119,7 @@ __global__ void __launch_bounds__(kGatherThreads, 4) sdm_gather_kernel(
   const S* bank = static_cast<const S*>(p.bank.data) +
                   p.sequences[c.sequence].bank * p.bank.stride[0] + c.head * p.bank.stride[1];
   const LaneRows<S, kAligned> rows(bank, p.bank.stride[2], at);
-  const S* head_log = static_cast<const S*>(p.saved.rows) + c.head * p.saved.rows_per_head * dims.D;
-  const LaneRows<S, kAligned> log(kLog ? head_log : nullptr, dims.D, at);
+  const LaneRows<S, kAligned> log(kLog ? log_rows<S>(p, c) : nullptr, dims.D, at);
   const int lane = static_cast<int>(threadIdx.x) % kRowLanes;
   const int group = static_cast<int>(threadIdx.x) / kRowLanes;
   // Piece j of a round: kind j % 2, lane j / 2. What this lane fetches for its own piece:

@@ -327,9 +327,9 @@ struct SolvePlace {
   int columns;
 
   __device__ __forceinline__ explicit SolvePlace(const SdmChunkParams& p) {
-    const int64_t blocks = ceil_div(p.dims.D, kColumns);  // of a stream
-    stream = blockIdx.x / blocks;
-    first = blockIdx.x % blocks * kColumns;
+    const int blocks = quotient(p.dims.D + kColumns - 1, kColumns);  // of a stream
+    stream = quotient(blockIdx.x, blocks);
+    first = remainder(blockIdx.x, blocks) * kColumns;
     const int64_t rest = p.dims.D - first;
     columns = rest < kColumns ? static_cast<int>(rest) : kColumns;
   }

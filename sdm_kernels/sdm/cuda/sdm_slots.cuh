@@ -96,11 +96,12 @@ struct SlotShare {
 
   template <int kWide>
   __device__ __forceinline__ static SlotShare of(const SdmChunkParams& p) {
-    const int64_t wide_slices = ceil_div(p.num_slices, kWide);
+    const int wide_slices = quotient(p.num_slices + kWide - 1, kWide);
     SlotShare share;
-    share.part = static_cast<int>(blockIdx.x % p.parts);
-    share.slice = blockIdx.x / p.parts % wide_slices * kWide;
-    share.stream = blockIdx.x / (p.parts * wide_slices);
+    const int shared = quotient(blockIdx.x, p.parts);
+    share.part = static_cast<int>(blockIdx.x) - shared * p.parts;
+    share.slice = remainder(shared, wide_slices) * kWide;
+    share.stream = quotient(shared, wide_slices);
     return share;
   }
 

@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
   int* touched = p.sources.touched + stream * p.dims.S;
   __shared__ int bounds[kBatch][4];  // of a chunk: written groups, other groups
   const bool replay = p.layout.kind == SavedRows::kReplayLog;
-  const bool forward = p.layout.kind == SavedRows::kForwardLog;
+  const bool by_slot = p.layout.kind == SavedRows::kSlotLog;
+  const bool forward = p.layout.kind == SavedRows::kForwardLog || by_slot;
   int* links = p.layout.links + stream % p.dims.H * p.layout.rows_per_head;
   if (forward) {
     const auto work = [&](int64_t k, int64_t q, const int (&bound)[4]) {
@@ -122,9 +123,11 @@ __global__ void __launch_bounds__(kThreads) sdm_sources_kernel(
         const int slot = groups[g].x;  // in no other group of this chunk
         const int code = written[slot] + 1;
         codes[g] = p.layout.keep_all ? code | kReadLaterBit : code;
-        if (writes) {
+        if (writes && !by_slot) {
           links[first_row + g] = code;
-          written[slot] = static_cast<int>(first_row + g);
+        }
+        if (writes) {
+          written[slot] = by_slot ? slot : static_cast<int>(first_row + g);
         }
       });
     };
@@ -287,7 +290,8 @@ cudaError_t launch_sdm_sources(
   const int64_t streams = dims.N * dims.H;
   const int64_t rows = layout.kind == SavedRows::kReplayLog
                            ? streams * (window.chunks - 1) * layout.reserved
-                           : layout.rows_per_head;
+                       : layout.kind == SavedRows::kSlotLog ? dims.S
+                                                            : layout.rows_per_head;
   // small ranges fill the card with few streams, but leave each thread a group or two a chunk
   const int64_t ranges = std::clamp<int64_t>(dims.S / (2 * kThreads), 1, 64);
   if (rows > kSourceMask - 1 || streams * ranges > INT32_MAX) {

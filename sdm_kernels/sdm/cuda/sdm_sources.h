@@ -34,8 +34,9 @@ enum class SavedRows {
   kOld,         // [H][rows_per_head]: every chunk's as they were before it; the bank at the end
   kLog,         // [H][rows_per_head]: every chunk's as it leaves them; the bank at the start
   kForwardLog,  // the same while the forward makes it
-  kReplayLog,   // [N * H][chunks of a window but the last][rows of a chunk]: the same of a window;
-                // the bank at its start
+  kSlotLog,    // forward: [N * H][S]: every slot's as the last chunk left it, if any; the same bank
+  kReplayLog,  // [N * H][chunks of a window but the last][rows of a chunk]: the same of a window;
+               // the bank at its start
 };
 
 // SdmSaved::links has the code of every row's slot before its chunk, [H][rows_per_head], and
@@ -46,7 +47,7 @@ struct SavedRowsLayout {
   bool keep_all;       // forward: all rows of this window are read later
   int64_t reserved;
   int64_t rows_per_head;
-  int* links;          // logs of a call
+  int* links;          // kLog, kForwardLog
   const int* written;  // backward from a log: at the end
 };
 

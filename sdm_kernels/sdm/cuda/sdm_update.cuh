@@ -26,21 +26,22 @@ struct UpdateShape {
 template <typename S>
 struct LogPlace {
   S* rows;
-  int64_t first_row;
+  int first_row;
 
   __device__ __forceinline__ LogPlace(const SdmChunkParams& p, const StreamChunk& c) {
     const int64_t most = rows_of_chunk(p.dims, p.dims.C);
     if (p.replay_rows != nullptr) {
       rows = static_cast<S*>(p.replay_rows);
-      first_row = (c.stream * (p.window.chunks - 1) + p.k) * most;
+      first_row = static_cast<int>((c.stream * (p.window.chunks - 1) + p.k) * most);
     } else {
-      rows = static_cast<S*>(p.saved.rows) + c.head * p.saved.rows_per_head * p.dims.D;
-      first_row = p.sequences[c.sequence].first_row + (p.window.first_chunk + p.k) * most;
+      rows = log_rows<S>(p, c);
+      first_row =
+          static_cast<int>(p.sequences[c.sequence].first_row + (p.window.first_chunk + p.k) * most);
     }
   }
 };
 
-// kLog: rows go to a log, and errors come from those that the forward saves.
+// kLog: rows go to a log, and errors come from those that the forward saves, if it does.
 template <typename S, bool kAligned, int kWide, bool kLog>
 __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
     const __grid_constant__ SdmChunkParams p
@@ -71,9 +72,6 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
   const LaneRows<S, kAligned> rows(bank.rows, bank.stride, at[0]);
   const LogPlace<S> log_place(p, c);
   const LaneRows<S, kAligned> log(kLog ? log_place.rows : nullptr, p.dims.D, at[0]);
-  const LaneRows<S, kAligned> made(
-      kLog ? log_place.rows + log_place.first_row * p.dims.D : nullptr, p.dims.D, at[0]
-  );
   const int* codes = kLog ? p.source_rows + c.q * r.n : nullptr;
   const float* decays = r.group_decay + c.q * r.n;
   const NoteReader<UpdateShape, kWide, true> reader(
@@ -114,7 +112,7 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
               float_rows(from), row_of, num_tokens, at, kAligned, 0
           );
         };
-        if constexpr (kLog) {
+        if (kLog && p.errors != nullptr) {
           fill(p.errors, [&](int i) { return token_row(p.dims, c.place, i); });
         } else {
           fill(p.x, [&](int i) { return c.scratch(p) + i * p.dims.D; });
@@ -175,7 +173,9 @@ __global__ void __launch_bounds__(UpdateShape::kThreads, 1) sdm_update_kernel(
             add(entry.x, entry.y);
           }
         }
-        S* to = kLog ? made.at(group_at(i)) : rows.at(group.x);
+        S* to = !kLog           ? rows.at(group.x)
+                : p.log.by_slot ? log.at(group.x)
+                                : log.at(log_place.first_row + group_at(i));
 #pragma unroll
         for (int w = 0; w < kWide; ++w) {
           store_lane<S, kAligned>(to + w * kSliceColumns<S>, at[w].count, pack<S>(x[w]));
