@@ -28,11 +28,12 @@ inline void time_stages(const kda::KdaCudaBwdParams& p, int64_t window_records) 
   const DeviceBytes records(entries * Record::kForwardBytes);
   const DeviceBytes grads(entries * kda::KdaBwdRecord<kK, kV>::kBytes);
   const DeviceBytes sums(rows / 64 * 2 * kK * 4 + heads * 2 * kK * 4);
-  const DeviceBytes carry(plan.group * heads * kCarry * 4);
-  check(
-      cudaMemset(carry.data(), 0, static_cast<size_t>(plan.group * heads * kCarry) * 4),
-      "cudaMemset"
-  );
+  const int64_t carry_bytes = 2 * plan.group * heads * kCarry * 4;
+  const DeviceBytes carry(carry_bytes);
+  check(cudaMemset(carry.data(), 0, static_cast<size_t>(carry_bytes)), "cudaMemset");
+  kda::KdaSegments states{};
+  states.carry_rows = plan.group;
+  states.carry = static_cast<float*>(carry.data());
   for (int i = 0; i < 7; ++i) {
     float sum[3] = {};
     for (int64_t w = plan.num_windows() - 1; w >= 0; --w) {
@@ -45,8 +46,7 @@ inline void time_stages(const kda::KdaCudaBwdParams& p, int64_t window_records) 
           {static_cast<char*>(records.data()), Record::kForwardBytes},
           static_cast<char*>(grads.data())
       };
-      float* const state = static_cast<float*>(carry.data());
-      const kda::KdaBwdScanParams scan_params{common, p.base.d_out, {}, {}, {state, state}};
+      const kda::KdaBwdScanParams scan_params{common, p.base.d_out, {}, {}, states};
       kda::KdaBwdTokenParams token_params{};
       token_params.common = common;
       token_params.d_out = p.base.d_out;
@@ -137,7 +137,7 @@ inline void time_kda_bwd(int64_t B, int64_t T, int64_t heads, bool saved) {
       median(whole),
       static_cast<double>(bytes) * 1e-6
   );
-  if (saved) {
+  if (saved && kda::kda_segment_chunks(in.dims) == 0) {
     for (const int64_t records : {396, 792, 1536}) {
       time_stages(p, records);
     }

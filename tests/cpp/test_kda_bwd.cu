@@ -199,6 +199,21 @@ std::vector<Test> all_tests() {
   });
   add("packed, states recomputed",
       [](KdaCase* c) { c->lengths = {33, 0, 131, 64, 5}, c->T = 233, c->K = 64, c->saved = 0; });
+  add("segments", [](KdaCase* c) { c->T = 2500, c->HV = 2; });
+  add("segments, states recomputed, V first",
+      [](KdaCase* c) { c->T = 2049, c->B = 2, c->saved = 0, c->v_first = true, c->A_log = false; });
+  add("segments, K=64, V=128, 1 -> 3 heads",
+      [](KdaCase* c) { c->K = 64, c->HV = 3, c->T = 1100, c->pad = 3; });
+  add("segments, slow decay, K=128, V=64",
+      [](KdaCase* c) { c->gate_mean = -7, c->T = 3000, c->V = 64, c->d_final = false; });
+  add("segments, no norm", [](KdaCase* c) { c->l2norm = false, c->gate_mean = -2, c->T = 1500; });
+  add("segments, packed", [](KdaCase* c) {
+    c->lengths = {1024, 0, 1025, 2300, 1, 63}, c->T = 4413, c->saved = 0, c->A_log = false;
+  });
+  add("segments, packed, windows", [](KdaCase* c) {
+    c->lengths = {5000, 0, 70, 12600, 1, 1329}, c->T = 19000;
+    c->H = 4, c->HV = 8, c->K = c->V = 64;
+  });
   return tests;
 }
 
@@ -220,6 +235,9 @@ int main(int argc, char** argv) {
     packed.dtype = packed.gate_dtype = packed.d_out_dtype = sdm::DType::kBf16;
     failures += test_packed_bits(packed);
     packed.saved = 2;
+    failures += test_packed_bits(packed);
+    packed.lengths = {1100, 0, 64, 2049};
+    packed.T = 3213;
     failures += test_packed_bits(packed);
     std::printf("%d failures\n", failures);
   }

@@ -91,8 +91,10 @@ int test_bits(const KdaCase& c) {
   const size_t state = static_cast<size_t>(c.HV * c.K * c.V * 4);
   bool same = true;
   if (c.lengths.empty()) {
-    for (const int64_t tokens : {int64_t{1}, int64_t{17}, int64_t{64}, int64_t{100}, c.T - 1}) {
-      same = same && lies_at(run(part_of(p, 0, tokens, 0)).out, whole.out, 0);
+    for (const int64_t tokens : std::vector<int64_t>{1, 17, 64, 100, 1024, 1025, 2049, c.T - 1}) {
+      if (tokens < c.T) {
+        same = same && lies_at(run(part_of(p, 0, tokens, 0)).out, whole.out, 0);
+      }
     }
   }
   for (size_t n = 0; n < c.lengths.size(); ++n) {
@@ -204,6 +206,36 @@ std::vector<Test> all_tests() {
   add("packed, int64 offsets", [&](KdaCase* c) {
     packed(c), c->int64_offsets = true, c->v_first = true, c->rows_behind = 0;
   });
+  add("three segments", [](KdaCase* c) { c->T = 2500, c->HV = 2; });
+  add("one segment", [](KdaCase* c) { c->T = 1024, c->HV = 2; });
+  add("a segment and a token", [](KdaCase* c) { c->T = 1025, c->HV = 2, c->saved = 1; });
+  add("segments, K=64 V=128 strided", [](KdaCase* c) {
+    c->B = 2, c->T = 1300, c->K = 64, c->v_first = true, c->heads_outer = true, c->pad = 1;
+  });
+  add(
+      "segments, K=128 V=64 fp16",
+      [](KdaCase* c) { c->T = 1300, c->V = 64, c->dtype = DType::kF16, c->initial = false; },
+      1.2e-3
+  );
+  add("segments, no norm, huge values",
+      [](KdaCase* c) { c->T = 2300, c->l2norm = false, c->v_size = 1e20; });
+  add(
+      "segments, similar keys",
+      [](KdaCase* c) {
+        c->T = 3000, c->gate = KdaGate::kActivated, c->gate_dtype = DType::kF32;
+        c->gate_spread = 0.001, c->beta = KdaBeta::kActivated, c->fixed_beta = 0.99;
+        c->alike = 0.77;
+      },
+      3.4e-3
+  );
+  add("segments, packed",
+      [](KdaCase* c) { c->lengths = {1024, 0, 1025, 2300, 1, 63, 2048}, c->T = 6461; });
+  const auto long_windows = [](KdaCase* c) {
+    c->T = 35000, c->H = c->HV = 8, c->K = c->V = 64, c->saved = 0;
+  };
+  add("segments, two windows", long_windows);
+  add("segments, packed, two windows",
+      [&](KdaCase* c) { long_windows(c), c->lengths = {9000, 0, 70, 24600, 1, 1329}; });
   // So many heads that a window holds few chunks.
   const auto windows = [](KdaCase* c) { c->T = 330, c->H = 200, c->HV = 400, c->K = c->V = 64; };
   add("two windows", windows);
@@ -288,6 +320,14 @@ int main(int argc, char** argv) {
     failures += test_bits(c);
     c.name = "packed sequences have the bits of single ones";
     c.lengths = {70, 1, 0, 129};
+    failures += test_bits(c);
+    c.name = "a prefix of segments has the same bits";
+    c.lengths = {};
+    c.T = 2200;
+    failures += test_bits(c);
+    c.name = "packed segments have the bits of single ones";
+    c.lengths = {1025, 0, 1024, 2049};
+    c.T = 4098;
     failures += test_bits(c);
   }
   std::printf("%d failures\n", failures);

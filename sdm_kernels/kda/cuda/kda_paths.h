@@ -14,6 +14,11 @@ namespace sdm::kda {
 // Chunk length of the tensor path.
 inline constexpr int64_t kTensorChunk = 64;
 
+// Calls with at most so many value heads scan long sequences in segments of so many chunks, side by
+// side (kda_tensor_segments.cuh). Bits depend on both.
+inline constexpr int64_t kSegmentHeads = 8;
+inline constexpr int64_t kSegmentChunks = 16;
+
 // Whether the tensor path serves these sizes and types. `dtype` is that of q, k and v.
 bool kda_tensor_supports(const KdaDims& dims, DType dtype);
 

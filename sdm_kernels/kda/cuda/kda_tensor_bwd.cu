@@ -3,9 +3,13 @@
 //! first, in each the records, the reverse scan and the gradients of the tokens. While a window is
 //! scanned, the gradients of the one behind it and the records of the one before it are made.
 //!
+//! With few heads all segments of a window are scanned at once, from gradients that are found first
+//! (kda_tensor_segments.h); every stage fills the card, and none runs beside another.
+//!
 //! States that the forward did not keep are recomputed by running it once more, with d_v, which is
-//! written later, in the place of its output. Cards whose shared memory does not hold the token
-//! stage take the plain backward, which reads the same states.
+//! written later, in the place of its output. Where there is one window of segments, its records
+//! and the transitions of its segments are still there afterwards. Cards whose shared memory does
+//! not hold the token stage take the plain backward, which reads the same states.
 
 #include <algorithm>
 
@@ -14,7 +18,7 @@
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_load.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
-#include "sdm_kernels/kda/cuda/kda_tensor_scan_state.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_segments.h"
 
 namespace sdm::kda {
 namespace {
@@ -23,12 +27,15 @@ namespace {
 // all. Short calls have windows of one wave, so that the scan of one still has others beside it.
 constexpr int64_t kWindowRecords = 792, kShortWindowRecords = 264;
 
+// Of a window of segments, which has one buffer.
+constexpr int64_t kSegmentRecords = 2112;
+
 struct BwdMemory {
   char* records[3];
   char* bwd_records[2];
   float* group_grads;
   float* gate_sums;
-  float* carry[2];
+  KdaSegments segments;
   void* states;
   void* forward;
   int64_t gate_bytes;
@@ -59,13 +66,6 @@ int64_t state_rows(const KdaDims& dims) {
   return dims.B * dims.T / kTensorChunk + dims.N;
 }
 
-// Of a sequence between windows.
-int64_t carry_floats(const KdaDims& dims) {
-  const int64_t warp =
-      dims.K == 128 ? cuda::ScanState<128>::kCarryFloats : cuda::ScanState<64>::kCarryFloats;
-  return dims.HV * (dims.V / 16) * warp;
-}
-
 KdaCudaFwdParams forward_params(const KdaCudaBwdParams& params, void* states) {
   const KdaBwdParams& base = params.base;
   KdaCudaFwdParams forward{};
@@ -91,19 +91,15 @@ BwdMemory carve(const KdaCudaBwdParams& params, const KdaWindowPlan& plan, void*
     memory.states = carver.take(state_rows(dims) * state * 2);
   }
   const DeviceCarver shared = carver;  // the forward is over when the windows begin
-  for (char*& records : memory.records) {
-    records = carver.take<char>(entries * record_bytes(dims));
+  for (int64_t i = 0; i < (plan.segment > 0 ? 1 : 3); ++i) {
+    memory.records[i] = carver.take<char>(entries * record_bytes(dims));
   }
-  for (char*& records : memory.bwd_records) {
-    records = carver.take<char>(entries * bwd_record_bytes(dims));
+  memory.segments = KdaSegments::carve(dims, plan, &carver);
+  for (int64_t i = 0; i < (plan.segment > 0 ? 1 : 2); ++i) {
+    memory.bwd_records[i] = carver.take<char>(entries * bwd_record_bytes(dims));
   }
   if (dims.HV > dims.H) {
     memory.group_grads = carver.take<float>(entries * 2 * kTensorChunk * dims.K);
-  }
-  if (plan.windows_of_group() > 1) {
-    for (float*& carry : memory.carry) {
-      carry = carver.take<float>((plan.packed ? 1 : plan.group) * carry_floats(dims));
-    }
   }
   memory.bytes = static_cast<size_t>(carver.used());
   if (params.base.chunk_states.data == nullptr) {
@@ -120,7 +116,10 @@ KdaWindowPlan window_plan(const KdaCudaBwdParams& params) {
   const KdaDims& dims = params.base.dims;
   const int64_t records = chunk_rows(dims, is_packed(params)) * dims.HV;
   return kda_window_plan(
-      dims, is_packed(params), std::clamp(records / 4, kShortWindowRecords, kWindowRecords)
+      dims,
+      is_packed(params),
+      kda_segment_chunks(dims) > 0 ? kSegmentRecords
+                                   : std::clamp(records / 4, kShortWindowRecords, kWindowRecords)
   );
 }
 
@@ -137,8 +136,8 @@ KdaBwdWindow window_params(
       base.tokens,
       params.cu_seqlens,
       plan.window(index),
-      {memory.records[index % 3], record_bytes(base.dims)},
-      memory.bwd_records[index % 2]
+      {memory.records[plan.segment > 0 ? 0 : index % 3], record_bytes(base.dims)},
+      memory.bwd_records[plan.segment > 0 ? 0 : index % 2]
   };
 }
 
@@ -174,6 +173,7 @@ struct BwdLaunches {
   const BwdMemory& memory;
   const KdaChunkStates& states;
   const KdaWindowPlan& plan;
+  bool prepared;  // the records and transitions of the only window are there
   cudaStream_t stream;
 
   KdaBwdWindow window(int64_t index) const { return window_params(params, memory, plan, index); }
@@ -185,17 +185,27 @@ struct BwdLaunches {
     );
   }
 
+  KdaBwdScanParams scan_params(int64_t index) const {
+    const KdaBwdParams& base = params.base;
+    return {window(index), base.d_out, base.d_final, base.d_initial, memory.segments};
+  }
+
   // Waits for everything in front of it.
   cudaError_t scan(int64_t index) const {
-    const KdaBwdParams& base = params.base;
-    return launch_kda_tensor_bwd_scan(
-        {window(index),
-         base.d_out,
-         base.d_final,
-         base.d_initial,
-         {memory.carry[0], memory.carry[1]}},
-        stream
-    );
+    return launch_kda_tensor_bwd_scan(scan_params(index), stream);
+  }
+
+  // The gradients behind all segments of a window.
+  cudaError_t find_gradients(int64_t index) const {
+    const KdaBwdWindow w = window(index);
+    const KdaSegmentParams segments = {
+        w.dims, w.options, w.tokens.v, {}, w.cu_seqlens, w.window, w.records, memory.segments
+    };
+    cudaError_t error = prepared ? cudaSuccess : launch_kda_segment_scan(segments, false, stream);
+    if (error == cudaSuccess) {
+      error = launch_kda_tensor_bwd_segments(scan_params(index), stream);
+    }
+    return error == cudaSuccess ? launch_kda_segment_chain(segments, true, stream) : error;
   }
 
   cudaError_t finish_tokens(int64_t index, bool overlap) const {
@@ -207,7 +217,27 @@ struct BwdLaunches {
     return launch_kda_tensor_bwd_groups(tokens, stream);
   }
 
+  cudaError_t run_segments() const {
+    cudaError_t error = cudaSuccess;
+    for (int64_t i = plan.num_windows() - 1; i >= 0 && error == cudaSuccess; --i) {
+      error = prepared ? cudaSuccess : make_records(i, false);
+      if (error == cudaSuccess) {
+        error = find_gradients(i);
+      }
+      if (error == cudaSuccess) {
+        error = scan(i);
+      }
+      if (error == cudaSuccess) {
+        error = finish_tokens(i, false);
+      }
+    }
+    return error;
+  }
+
   cudaError_t run() const {
+    if (plan.segment > 0) {
+      return run_segments();
+    }
     const int64_t last = plan.num_windows() - 1;
     cudaError_t error = make_records(last, false);
     if (error == cudaSuccess) {
@@ -261,6 +291,7 @@ cudaError_t launch_kda_tensor_bwd(
   const KdaWindowPlan plan = window_plan(params);
   const BwdMemory memory = carve(params, plan, workspace);
   KdaChunkStates states = base.chunk_states;
+  bool prepared = false;
   if (states.data == nullptr && dims.N > 0 && dims.HV > 0) {
     const KdaCudaFwdParams forward = forward_params(params, memory.states);
     const cudaError_t error = launch_kda_tensor_fwd(forward, memory.forward, stream);
@@ -268,6 +299,7 @@ cudaError_t launch_kda_tensor_bwd(
       return error;
     }
     states = forward.base.chunk_states;
+    prepared = plan.segment > 0 && plan.num_windows() == 1;
   }
   if (plan.packed && memory.gate_bytes > 0) {
     // rows without a chunk
@@ -286,7 +318,7 @@ cudaError_t launch_kda_tensor_bwd(
     }
   }
   if (dims.N > 0 && dims.HV > 0) {
-    const cudaError_t error = BwdLaunches{params, memory, states, plan, stream}.run();
+    const cudaError_t error = BwdLaunches{params, memory, states, plan, prepared, stream}.run();
     if (error != cudaSuccess) {
       return error;
     }

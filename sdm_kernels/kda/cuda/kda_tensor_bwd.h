@@ -8,7 +8,7 @@
 #pragma once
 
 #include "sdm_kernels/kda/cuda/kda_cuda.h"
-#include "sdm_kernels/kda/cuda/kda_tensor_records.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_segments.cuh"
 
 namespace sdm::kda {
 
@@ -38,7 +38,7 @@ struct KdaBwdScanParams {
   KdaBwdWindow common;
   KdaView d_out;
   KdaStateView d_final, d_initial;
-  float* carry[2];  // gradients between windows, in the order of the scan's registers
+  KdaSegments segments;  // gradients; without segments carry and carry_rows alone
 };
 
 struct KdaBwdTokenParams {
@@ -63,6 +63,12 @@ struct KdaBwdSumParams {
 // The scan and the groups may be launched while the kernel in front of them runs; they wait for it
 // before they do anything.
 [[nodiscard]] cudaError_t launch_kda_tensor_bwd_scan(
+    const KdaBwdScanParams& p, cudaStream_t stream
+);
+// Of every segment but the first of a sequence the gradient at its start, from zeros, or from the
+// final state's where it is the last. Runs beside the kernel in front of it, for whose predecessor
+// that one has waited, and ends after it.
+[[nodiscard]] cudaError_t launch_kda_tensor_bwd_segments(
     const KdaBwdScanParams& p, cudaStream_t stream
 );
 // Shared memory that a block of the token stage needs.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Reverse scan of Kimi delta attention over the chunks of a window, on tensor cores.
+//! @file Reverse scan of Kimi delta attention over the chunks of a window, or of a segment
+//! (kda_tensor_segments.cuh), on tensor cores.
 //!
 //! With dS the gradient of the state behind the chunk:
 //!   dU = scale scores^T dO + kr dS
@@ -61,8 +62,11 @@ __device__ __forceinline__ void load_transposed(
   }
 }
 
+// kWhole: everything that the token stage needs. kSegment: R of a segment alone.
+enum class BwdScanKind { kWhole, kSegment };
+
 // kAny: rows of d_out are not 16-bit elements that can be loaded four at a time.
-template <int kK, int kV, int kGroups, bool kAny>
+template <int kK, int kV, int kGroups, bool kAny, BwdScanKind kKind>
 __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
     const __grid_constant__ KdaBwdScanArgs args
 ) {
@@ -72,10 +76,23 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
   extern __shared__ __align__(1024) unsigned char kda_shared[];
   const KdaBwdScanParams& p = args.params;
   const KdaDims& dims = p.common.dims;
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const KdaSpan span = kda_span(p.common.cu_seqlens, p.common.window, blockIdx.z, dims);
-  if (!span.valid) {
+  constexpr bool kWhole = kKind == BwdScanKind::kWhole;
+  // Records and dO of a segment are there long before the gradient behind it.
+  const bool waits_late = kWhole && p.common.window.segment > 0;
+  if constexpr (kWhole) {
+    if (!waits_late) {
+      wait_for_previous_kernel();
+    }
+  }
+  if (!waits_late) {
+    allow_next_kernel();
+  }
+  const KdaPiece piece = kda_piece(p.common.cu_seqlens, p.common.window, blockIdx.z, dims);
+  const KdaSpan& span = piece.span;
+  if (!span.valid || (!kWhole && span.first == 0)) {
+    if constexpr (!kWhole) {
+      end_after_previous_kernel();
+    }
     return;
   }
   const int warp = threadIdx.x / 32;
@@ -118,7 +135,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
       );
     }
   };
-  // So many chunks before that chunk, if there are.
+  // Of so many chunks before that chunk, if there are.
   const auto prefetch_out = [&](int before, bool there) {
     if constexpr (!kAny) {
       prefetch_rows(
@@ -131,29 +148,40 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
   fetch_out(chunks > 0);
   prefetch_out(1, chunks > 1);
   prefetch_out(2, chunks > 2);
+  if (waits_late) {
+    wait_for_previous_kernel();
+    allow_next_kernel();
+  }
 
   ScanState<kK> state;
   ColumnPeaks peaks;  // of the chunk behind
-  const auto carry = [&](float* data) {
-    const int64_t row = p.common.cu_seqlens.data == nullptr ? blockIdx.z : 0;
-    return data + ((row * dims.HV + hv) * (kV / 16) + column0 / 16) * ScanState<kK>::kCarryFloats;
+  const KdaWindow& window = p.common.window;
+  const auto carry = [&](int64_t parity) {
+    return p.segments.carried(dims, window, parity, span.sequence.index, hv, column0);
   };
-  if (!span.ends) {
-    peaks = state.take_carry(carry(p.carry[1 - p.common.window.parity]));
-  } else {
+  if (span.ends) {
     load_state(state, p.d_final, span.sequence.index, hv, column0);
     peaks = state.peaks();
+  } else if constexpr (!kWhole) {
+    state.clear();
+    peaks = {0.0f, 0.0f};
+  } else {
+    peaks = state.take_carry(
+        window.segment == 0 ? carry(1 - window.parity)
+                            : KdaSegments::part(p.segments.states, dims, piece.slot, hv, column0)
+    );
   }
   ring.fill();
 
   ColumnPeaks out_peaks = {0.0f, 0.0f};  // of dO
   ColumnScales next_scale = state.scale;
   uint32_t next_operand[4][4];  // dO of the chunk that comes next, scaled
-  // The block synchronises in here.
-  const auto choose_scale = [&](bool there) {
+  // Of the chunk whose dO has been fetched, which is none below 0; fetches the dO before it. The
+  // block synchronises in here.
+  const auto choose_scale = [&](int chunk) {
     float x[kAny ? 8 : 1][4];
     if constexpr (kAny) {
-      load_transposed(x, p.d_out, out_from, there ? left : 0);
+      load_transposed(x, p.d_out, out_from, chunk >= 0 ? left : 0);
       out_peaks = {0.0f, 0.0f};
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -190,8 +218,12 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
       next_operand[n / 2][n % 2 * 2] = pack_f16(low.x * factor, low.y * factor);
       next_operand[n / 2][n % 2 * 2 + 1] = pack_f16(high.x * factor, high.y * factor);
     }
+    left = kTensorChunk;
+    out_from -= chunk_step;
+    fetch_out(chunk > 0);
+    prefetch_out(2, chunk > 2);
   };
-  choose_scale(chunks > 0);
+  choose_scale(chunks - 1);
   __syncthreads();  // the peaks are read
 
   float u[8][4];
@@ -256,33 +288,31 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
     }
     end_products();
   };
-  // While it runs: dS behind the chunk goes out, its decay, dO of the chunk before.
-  const auto begin_chunk = [&](int chunk) {
-    uint16_t* to = reinterpret_cast<uint16_t*>(out + Out::kStateGrad) + g * kV + column0 + t * 4;
+  // While it runs: the decay of dS, and dS behind the chunk goes out. Stores keep registers busy.
+  const auto begin_chunk = [&] {
+    state.decay(reinterpret_cast<const float2*>(memory + Record::kGamma) + t);
+    if constexpr (kWhole) {
+      uint16_t* to = reinterpret_cast<uint16_t*>(out + Out::kStateGrad) + g * kV + column0 + t * 4;
 #pragma unroll
-    for (int k = 0; k < kK / 16; ++k) {
+      for (int k = 0; k < kK / 16; ++k) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<uint2*>(to + (2 * k + half) * 8 * kV) = make_uint2(
-            transpose_matrix(s_operand[k][2 * half]), transpose_matrix(s_operand[k][2 * half + 1])
-        );
+        for (int half = 0; half < 2; ++half) {
+          *reinterpret_cast<uint2*>(to + (2 * k + half) * 8 * kV) = make_uint2(
+              transpose_matrix(s_operand[k][2 * half]), transpose_matrix(s_operand[k][2 * half + 1])
+          );
+        }
+      }
+      if (warp % 2 == 0 && lane < 8) {
+        reinterpret_cast<float*>(
+            out + (lane < 4 ? Out::kStateUnit : Out::kYUnit)
+        )[lane % 4 * Out::kGroups + column0 / 32] = state.scale.low.inverse;
       }
     }
-    if (warp % 2 == 0 && lane < 8) {
-      reinterpret_cast<float*>(
-          out + (lane < 4 ? Out::kStateUnit : Out::kYUnit)
-      )[lane % 4 * Out::kGroups + column0 / 32] = state.scale.low.inverse;
-    }
-    left = kTensorChunk;
-    out_from -= chunk_step;
-    fetch_out(chunk > 0);
-    prefetch_out(2, chunk > 2);
-    state.decay(reinterpret_cast<const float2*>(memory + Record::kGamma) + t);
   };
 
   if (chunks > 0) {
     start_chunk();
-    begin_chunk(chunks - 1);
+    begin_chunk();
   }
 #pragma unroll 1
   for (int chunk = chunks - 1; chunk >= 0; --chunk) {
@@ -307,7 +337,9 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
     peaks.include(state.peaks(s_operand));
     wait_products<1>();
     settle(u);
-    pack_rows<DType::kF16>(packed, u, 1.0f, 1.0f);
+    if constexpr (kWhole) {
+      pack_rows<DType::kF16>(packed, u, 1.0f, 1.0f);
+    }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float2 b = beta[n * 4];
@@ -321,11 +353,13 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
       add_panel_rows_product<8>(state.s, operand, record + Record::kKd + kPanelBytes);
     }
     end_products();
-    store_rows(
-        reinterpret_cast<uint16_t*>(out + Out::kY) + g * kV + column0 + t * 4, packed, 8 * kV, 64
-    );
-    out -= dims.HV * Out::kBytes;
-    choose_scale(chunk > 0);
+    if constexpr (kWhole) {
+      store_rows(
+          reinterpret_cast<uint16_t*>(out + Out::kY) + g * kV + column0 + t * 4, packed, 8 * kV, 64
+      );
+      out -= dims.HV * Out::kBytes;
+    }
+    choose_scale(chunk - 1);
     wait_products<0>();
     settle(state.s);
     if (chunk > 0) {
@@ -334,15 +368,21 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
     __syncthreads();  // the record is read
     ring.fetch();
     if (chunk > 0) {
-      begin_chunk(chunk - 1);
+      begin_chunk();
     }
   }
 
   state.unscale();
-  if (span.first > 0) {
-    state.put_carry(carry(p.carry[p.common.window.parity]), peaks);
-  } else {
+  if constexpr (!kWhole) {
+    const int64_t row = piece.before >= 0
+                            ? piece.before
+                            : p.segments.slots + p.segments.carry_row(window, span.sequence.index);
+    state.put_carry(KdaSegments::part(p.segments.offsets, dims, row, hv, column0), peaks);
+    end_after_previous_kernel();
+  } else if (span.first == 0) {
     store_state(state, p.d_initial, span.sequence.index, hv, column0);
+  } else if (window.segment == 0) {
+    state.put_carry(carry(window.parity), peaks);
   }
 }
 

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Forward of Kimi delta attention on tensor cores: records of a window of chunks, then the
-//! scan through them, window after window.
+//! scan through them, window after window. With few heads the states of segments come in between
+//! (kda_tensor_segments.h), and all segments of a window are scanned at once.
 #include <algorithm>
 #include <cstdint>
 
 #include <cuda_runtime_api.h>
 
+#include "sdm_kernels/cuda/device_carver.h"
 #include "sdm_kernels/kda/cuda/kda_paths.h"
 #include "sdm_kernels/kda/cuda/kda_tensor_launch.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_prep.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_scan.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_segments.h"
 
 namespace sdm::kda {
 namespace {
@@ -21,39 +24,46 @@ constexpr int64_t kWindowRecords = 1584;
 // The preparation of a window overlaps the scan of the one before, which reads the other buffer.
 constexpr int64_t kBuffers = 2;
 
+// Of a window of segments, which has the memory of both: each of its stages fills the card and
+// waits for the one before.
+constexpr int64_t kSegmentRecords = 4224;
+
 constexpr int64_t kMaxGridY = 65535;
 
 // Blocks of 64 value columns that keep a card of 132 multiprocessors busy.
 constexpr int64_t kManyBlocks = 128;
 
 KdaWindowPlan plan_of(const KdaCudaFwdParams& params) {
-  return kda_window_plan(params.base.dims, params.cu_seqlens.data != nullptr, kWindowRecords);
+  const KdaDims& dims = params.base.dims;
+  return kda_window_plan(
+      dims,
+      params.cu_seqlens.data != nullptr,
+      kda_segment_chunks(dims) > 0 ? kSegmentRecords : kWindowRecords
+  );
 }
 
 int64_t record_bytes(int64_t K) {
   return K == 128 ? KdaRecord<128>::kForwardBytes : KdaRecord<64>::kForwardBytes;
 }
 
-int64_t carry_rows(const KdaWindowPlan& plan) {
-  return plan.packed ? 1 : plan.group;
-}
-
-int64_t carry_floats(int64_t K) {
-  return K == 128 ? cuda::ScanState<128>::kCarryFloats : cuda::ScanState<64>::kCarryFloats;
-}
-
-// Memory of a call: kBuffers buffers of records, then the states between windows.
+// Memory of a call: buffers of records, then the states between windows and segments. The backward
+// looks for those of a single window in the same places.
 struct Workspace {
-  int64_t records;  // bytes of one buffer
-  int64_t carry;    // bytes
-
-  int64_t bytes() const { return kBuffers * records + carry; }
+  char* records[kBuffers];
+  KdaSegments segments;
+  size_t bytes;
 };
 
-Workspace workspace_of(const KdaDims& dims, const KdaWindowPlan& plan) {
-  Workspace w;
-  w.records = plan.max_slots() * dims.HV * record_bytes(dims.K);
-  w.carry = 2 * carry_rows(plan) * dims.HV * (dims.V / 16) * carry_floats(dims.K) * 4;
+Workspace carve(const KdaDims& dims, const KdaWindowPlan& plan, void* memory) {
+  DeviceCarver carver(memory);
+  Workspace w{};
+  const int64_t bytes = plan.max_slots() * dims.HV * record_bytes(dims.K);
+  const int64_t buffers = plan.segment > 0 || plan.num_windows() == 1 ? 1 : kBuffers;
+  for (int64_t i = 0; i < buffers; ++i) {
+    w.records[i] = carver.take<char>(bytes);
+  }
+  w.segments = KdaSegments::carve(dims, plan, &carver);
+  w.bytes = static_cast<size_t>(carver.used());
   return w;
 }
 
@@ -94,7 +104,10 @@ cudaError_t launch_scan(const cuda::KdaScanArgs& args, int64_t spans, cudaStream
   }
   // Two groups share what they read; one gives more blocks where there are few.
   if constexpr (kK == 128) {
-    if (args.dims.V == 128 && spans * args.dims.HV * 2 > kManyBlocks) {
+    const KdaWindow& window = args.window;
+    const int64_t chains =
+        window.segment > 0 ? window.num_sequences * window.segment_slots() : spans;
+    if (args.dims.V == 128 && chains * args.dims.HV * 2 > kManyBlocks) {
       return launch_groups<kType, kK, 2>(args, spans, stream);
     }
   }
@@ -131,7 +144,7 @@ bool kda_tensor_supports(const KdaDims& dims, DType dtype) {
 
 size_t kda_tensor_fwd_workspace(const KdaCudaFwdParams& params) {
   const KdaDims& dims = params.base.dims;
-  return static_cast<size_t>(workspace_of(dims, plan_of(params)).bytes());
+  return carve(dims, plan_of(params), nullptr).bytes;
 }
 
 cudaError_t launch_kda_tensor_fwd(
@@ -143,8 +156,7 @@ cudaError_t launch_kda_tensor_fwd(
     return cudaSuccess;
   }
   const KdaWindowPlan plan = plan_of(params);
-  const Workspace sizes = workspace_of(dims, plan);
-  char* const records = static_cast<char*>(workspace);
+  const Workspace memory = carve(dims, plan, workspace);
   const bool overlap = kernels_overlap();
 
   KdaPrepParams prep;
@@ -161,27 +173,38 @@ cudaError_t launch_kda_tensor_fwd(
   scan.initial = base.initial;
   scan.final_state = base.final_state;
   scan.chunk_states = base.chunk_states;
-  scan.carry = reinterpret_cast<float*>(records + kBuffers * sizes.records);
-  scan.carry_rows = carry_rows(plan);
+  scan.segments = memory.segments;
   scan.out = base.out;
   scan.scale = static_cast<float>(base.options.scale);
   scan.whole_v = kda_rows_aligned(base.tokens.v, 8);
   scan.bounded = base.options.l2norm && base.options.gate != KdaGate::kActivated;
   scan.overlap = overlap;
 
+  KdaSegmentParams segments;
+  segments.dims = dims;
+  segments.options = base.options;
+  segments.v = base.tokens.v;
+  segments.initial = base.initial;
+  segments.cu_seqlens = params.cu_seqlens;
+  segments.segments = memory.segments;
+
   // The preparation of a window starts when the scan of the one before has started, which is after
   // the scan before that has ended, whose buffer it fills.
   for (int64_t i = 0; i < plan.num_windows(); ++i) {
     prep.window = plan.window(i);
-    prep.records.data = records + i % kBuffers * sizes.records;
-    scan.window = prep.window;
-    scan.records = prep.records;
+    prep.records.data = memory.records[plan.segment > 0 ? 0 : i % kBuffers];
+    segments.window = scan.window = prep.window;
+    segments.records = scan.records = prep.records;
     // The first kernel may not overlap the one in front of the call.
-    cudaError_t error = launch_kda_tensor_prep(prep, stream, overlap && i > 0);
+    cudaError_t error = launch_kda_tensor_prep(prep, stream, overlap && i > 0 && plan.segment == 0);
+    if (error == cudaSuccess && plan.segment > 0) {
+      error = launch_kda_segment_scan(segments, true, stream);
+    }
+    if (error == cudaSuccess && plan.segment > 0) {
+      error = launch_kda_segment_chain(segments, false, stream);
+    }
     if (error == cudaSuccess) {
-      error = launch_scan(
-          scan, plan.packed ? plan.max_spans(dims.N) : scan.window.num_sequences, stream
-      );
+      error = launch_scan(scan, scan.window.max_pieces(plan.packed, dims.N), stream);
     }
     if (error != cudaSuccess) {
       return error;

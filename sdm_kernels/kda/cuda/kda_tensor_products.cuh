@@ -90,7 +90,40 @@ __device__ __forceinline__ void multiply_64(
   );
 }
 
+// The same for bfloat16.
+template <int kTransposed, int kTile, int kTiles>
+__device__ __forceinline__ void multiply_bf16_64(
+    float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b
+) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
+      : KDA_TILE(c, kTile),
+        KDA_TILE(c, kTile + 1),
+        KDA_TILE(c, kTile + 2),
+        KDA_TILE(c, kTile + 3),
+        KDA_TILE(c, kTile + 4),
+        KDA_TILE(c, kTile + 5),
+        KDA_TILE(c, kTile + 6),
+        KDA_TILE(c, kTile + 7)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed)
+  );
+}
+
 #undef KDA_TILE
+
+// Tiles kTile to kTile + 7 of c += a b for bfloat16: b[k][n] = panel[16 step + k][n], or with kRows
+// panel[n][16 step + k].
+template <bool kRows, int kTile, int kTiles>
+__device__ __forceinline__ void add_bf16_product(
+    float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel, int step
+) {
+  multiply_bf16_64<kRows ? 0 : 1, kTile>(
+      c, a, matrix_descriptor(panel + step * (kRows ? 32 : 2048))
+  );
+}
 
 // b[k][n] = panel[n][16 kStep + k]. Where n < 16 kFirst that is zero: this way multiplies all of
 // it, because accumulators that are used in parts cannot stay where the instruction wants them.
@@ -168,6 +201,26 @@ __device__ __forceinline__ void add_row_product(
     load_matrices_transposed(b, panel + kStep * 2048 + (at ^ (n * 32)));
     mma_f16(c[kTile + 2 * n], a, b[0], b[1]);
     mma_f16(c[kTile + 2 * n + 1], a, b[2], b[3]);
+  }
+}
+
+template <bool kRows, int kTile, int kTiles>
+__device__ __forceinline__ void add_bf16_product(
+    float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel, int step
+) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    uint32_t b[4];
+    if constexpr (kRows) {
+      const uint32_t at = (lane / 16 * 8 + lane % 8) * 128 + (((lane / 8 & 1) ^ (lane & 7)) << 4);
+      load_matrices(b, panel + n * 2048 + (at ^ (step * 32)));
+    } else {
+      const uint32_t at = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
+      load_matrices_transposed(b, panel + step * 2048 + (at ^ (n * 32)));
+    }
+    mma_bf16(c[kTile + 2 * n], a, b[0], b[1]);
+    mma_bf16(c[kTile + 2 * n + 1], a, b[2], b[3]);
   }
 }
 

@@ -34,16 +34,17 @@ SDM_HD constexpr int panel_offset(int row, int col) {
   return (col >> 6) * kPanelElements + row * 64 + ((((col >> 3) & 7) ^ (row & 7)) << 3) + (col & 7);
 }
 
-// Byte offsets inside the record of one chunk and head, in the order in which a scan needs them.
+// Byte offsets inside the record of one chunk and head. What the scan of a segment reads
+// (kda_tensor_segment_scan.cuh), from kd to beta, is in one piece.
 template <int kK>
 struct KdaRecord {
   static_assert(kK % 64 == 0);
   static constexpr int kTileBytes = kK / 64 * kPanelBytes;
-  static constexpr int kKd = 0;
-  static constexpr int kQd = kKd + kTileBytes;
-  static constexpr int kInverse = kQd + kTileBytes;
-  static constexpr int kScores = kInverse + kPanelBytes;
-  static constexpr int kKr = kScores + kPanelBytes;
+  static constexpr int kQd = 0;
+  static constexpr int kScores = kQd + kTileBytes;
+  static constexpr int kKd = kScores + kPanelBytes;
+  static constexpr int kInverse = kKd + kTileBytes;
+  static constexpr int kKr = kInverse + kPanelBytes;
   static constexpr int kGamma = kKr + kTileBytes;    // float [K]
   static constexpr int kBeta = kGamma + kK * 4;      // float [64]
   static constexpr int kKeyNorm = kBeta + 256;       // float [64]: k normalised = k * this
@@ -61,12 +62,31 @@ struct KdaRecords {
 // A window is `num_chunks` chunks of each of `num_sequences` sequences. With cu_seqlens, whose
 // lengths the host does not know, it is `num_chunks` consecutive rows of chunk_state_row() instead,
 // whatever sequences they belong to. Slot: sequence * num_chunks + chunk, or the row.
+//
+// With segments (kda_tensor_segments.cuh) a window holds whole ones: those that begin in its first
+// `starts` chunks or rows.
 struct KdaWindow {
   int64_t first_sequence, num_sequences;  // without cu_seqlens
   int64_t first_chunk, num_chunks;        // with cu_seqlens: first row, rows
-  int64_t parity;  // of its number: states go from one window to the next through two buffers
+  int64_t parity;   // of its number: states go from one window to the next through two buffers
+  int64_t segment;  // chunks of a segment; 0: there are none
+  int64_t starts;
 
   SDM_HD int64_t slots() const { return num_sequences * num_chunks; }
+
+  // Of a sequence; packed, of the window: no two segments with another behind them begin in the
+  // same `segment` rows.
+  SDM_HD int64_t segment_slots() const { return ceil_div(starts, segment); }
+
+  // Sequences that begin or go on in the window, at most.
+  SDM_HD int64_t max_spans(bool packed, int64_t N) const {
+    return !packed ? num_sequences : (N < starts ? N : starts);
+  }
+
+  // The same for parts of sequences that are scanned by themselves.
+  SDM_HD int64_t max_pieces(bool packed, int64_t N) const {
+    return max_spans(packed, N) + (segment > 0 ? num_sequences * segment_slots() : 0);
+  }
 };
 
 // How a call is cut into windows. Results do not depend on it.
@@ -75,7 +95,8 @@ struct KdaWindowPlan {
   int64_t sequences;      // N, or 1 when packed
   int64_t chunks;         // of a sequence; packed: rows in all
   int64_t group;          // sequences of a window
-  int64_t window_chunks;  // chunks of a window
+  int64_t window_chunks;  // chunks of a window, multiples of a segment; packed: its `starts`
+  int64_t segment;        // as in KdaWindow
 
   SDM_HD int64_t windows_of_group() const {
     return chunks > 0 ? ceil_div(chunks, window_chunks) : 1;
@@ -83,12 +104,14 @@ struct KdaWindowPlan {
 
   SDM_HD int64_t num_windows() const { return ceil_div(sequences, group) * windows_of_group(); }
 
-  SDM_HD int64_t max_slots() const { return group * window_chunks; }
+  SDM_HD int64_t max_slots() const { return group * (window_chunks + tail()); }
 
-  // Sequences that a window can touch: a grid dimension of the scans.
-  SDM_HD int64_t max_spans(int64_t N) const {
-    return packed ? (N < window_chunks ? N : window_chunks) : group;
+  SDM_HD int64_t max_segment_slots() const {
+    return segment > 0 ? group * ceil_div(window_chunks, segment) : 0;
   }
+
+  // Sequences that may go on in another window.
+  SDM_HD int64_t carry_rows() const { return packed ? 1 : group; }
 
   SDM_HD KdaWindow window(int64_t index) const {
     const int64_t per_group = windows_of_group();
@@ -96,11 +119,26 @@ struct KdaWindowPlan {
     w.first_sequence = index / per_group * group;
     w.num_sequences = sequences - w.first_sequence < group ? sequences - w.first_sequence : group;
     w.first_chunk = index % per_group * window_chunks;
-    w.num_chunks = chunks - w.first_chunk < window_chunks ? chunks - w.first_chunk : window_chunks;
+    const int64_t left = chunks - w.first_chunk;
+    w.starts = left < window_chunks ? left : window_chunks;
+    w.num_chunks = left < window_chunks + tail() ? left : window_chunks + tail();
     w.parity = index & 1;
+    w.segment = segment;
     return w;
   }
+
+ private:
+  // Rows behind those in which a segment may begin.
+  SDM_HD int64_t tail() const { return packed && segment > 0 ? segment - 1 : 0; }
 };
+
+// The segments of a call: by what does not change with the sequences in it or with tokens behind
+// others, except that nothing needs to be cut where no sequence is longer than a segment.
+inline int64_t kda_segment_chunks(const KdaDims& dims) {
+  return dims.HV <= kSegmentHeads && ceil_div(dims.T, kTensorChunk) > kSegmentChunks
+             ? kSegmentChunks
+             : 0;
+}
 
 // `target` is the number of records (chunks times heads) that a window should have: enough to fill
 // the machine, few enough to stay in the second-level cache.
@@ -109,13 +147,22 @@ inline KdaWindowPlan kda_window_plan(const KdaDims& dims, bool packed, int64_t t
   plan.packed = packed;
   plan.sequences = packed ? 1 : dims.N;
   plan.chunks = packed ? dims.T / kTensorChunk + dims.N : ceil_div(dims.T, kTensorChunk);
+  plan.segment = kda_segment_chunks(dims);
   const int64_t heads = dims.HV > 0 ? dims.HV : 1;
-  // Sequences in parallel until a chunk of each makes half the target.
-  const int64_t most = target / 2 / heads > 1 ? target / 2 / heads : 1;
-  const int64_t groups = ceil_div(plan.sequences > 0 ? plan.sequences : 1, most);
-  plan.group = ceil_div(plan.sequences > 0 ? plan.sequences : 1, groups);
+  const int64_t sequences = plan.sequences > 0 ? plan.sequences : 1;
+  // Sequences in parallel until a chunk of each makes half the target; with segments, which are
+  // parallel themselves, so many as are there as a whole.
+  const int64_t each = plan.segment > 0 ? heads * plan.chunks : 2 * heads;
+  const int64_t most = target / each > 1 ? target / each : 1;
+  plan.group = ceil_div(sequences, ceil_div(sequences, most));
   const int64_t chunks = target / (plan.group * heads);
   plan.window_chunks = chunks < 1 ? 1 : (chunks > plan.chunks ? plan.chunks : chunks);
+  if (plan.segment > 0 && chunks < plan.chunks) {
+    // Windows of about the same size.
+    const int64_t segments = ceil_div(plan.chunks, plan.segment);
+    const int64_t fit = chunks / plan.segment > 1 ? chunks / plan.segment : 1;
+    plan.window_chunks = plan.segment * ceil_div(segments, ceil_div(segments, fit));
+  }
   if (plan.window_chunks < 1) {
     plan.window_chunks = 1;
   }
@@ -198,6 +245,10 @@ __device__ __forceinline__ KdaSpan kda_chunk_of_window(
   span.last = span.first + 1;
   span.slot = index * window.num_chunks + chunk;
   span.valid = span.first >= 0 && span.first < span.sequence.chunks();
+  if (cu.data != nullptr && window.segment > 0) {
+    const int64_t start = chunk - span.first % window.segment;  // of its segment
+    span.valid = span.valid && start >= 0 && start < window.starts;
+  }
   span.ends = span.last == span.sequence.chunks();
   return span;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file The sequential stage of the forward: a block carries the state of one sequence and head
-//! for one or two groups of 64 value columns through the chunks of a window.
+//! for one or two groups of 64 value columns through the chunks of a window, or of a segment whose
+//! state is known (kda_tensor_segments.cuh).
 //!
 //! A warp owns 16 value columns and works on transposed matrices, S^T [16, K], so that every
 //! product of the chain hands its result to the next in registers, and warps never wait for each
@@ -26,6 +27,7 @@
 #include "sdm_kernels/kda/cuda/kda_tensor_ring.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_scan_rows.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_scan_state.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_segments.cuh"
 
 namespace sdm::kda::cuda {
 
@@ -39,8 +41,7 @@ struct KdaScanArgs {
   KdaStateView initial, final_state;
   KdaChunkStates chunk_states;
   KdaRecords records;
-  float* carry;        // [2][carry_rows][HV][V / 16][kCarryFloats]: states between windows
-  int64_t carry_rows;  // sequences of a window that may go on in the next
+  KdaSegments segments;  // without segments carry and carry_rows alone
   void* out;
   float scale;
   int buffers;   // of the ring
@@ -66,9 +67,15 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
   using Record = KdaRecord<kK>;
   extern __shared__ __align__(1024) unsigned char kda_shared[];
   const int64_t hv = blockIdx.y;
-  const KdaSpan span = kda_span(args.cu_seqlens, args.window, blockIdx.z, args.dims);
-  wait_for_previous_kernel();
-  allow_next_kernel();  // not before: the next one writes where this one's predecessor read
+  const KdaPiece piece = kda_piece(args.cu_seqlens, args.window, blockIdx.z, args.dims);
+  const KdaSpan& span = piece.span;
+  // Records and v of a segment are there long before its state. The next kernel may not begin
+  // before the wait: it writes where this one's predecessor read.
+  const bool waits_late = args.window.segment > 0;
+  if (!waits_late) {
+    wait_for_previous_kernel();
+    allow_next_kernel();
+  }
   if (!span.valid) {
     return;
   }
@@ -98,8 +105,10 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
                   column0 + t * 4;
   const int64_t v_step = 8 * args.v.stride[1];
   const int64_t out_step = 8 * args.dims.HV * args.dims.V;
-  uint32_t v[8][2];
+  uint32_t v[8][2], next_v[8][2];
   load_rows<kKind == ScanKind::kAny>(v, v_from, v_step, rows, args.whole_v);
+  v_from += kTensorChunk * args.v.stride[1];
+  load_rows<kKind == ScanKind::kAny>(next_v, v_from, v_step, rows - 64, args.whole_v);
 
   // So many chunks behind the place in v, which is `chunk` of the window.
   const auto prefetch_v = [&](int ahead, int chunk) {
@@ -109,18 +118,24 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
         rows + g - (chunk + ahead) * 64
     );
   };
-  prefetch_v(1, 0);
-  prefetch_v(2, 0);
+  prefetch_v(1, 1);
+  prefetch_v(2, 1);
+  if (waits_late) {
+    wait_for_previous_kernel();
+    allow_next_kernel();
+  }
 
   ScanState<kK> state;
   ColumnPeaks peaks;  // of the chunk before
-  const int64_t carry_row = args.cu_seqlens.data == nullptr ? blockIdx.z : 0;
   const auto carry = [&](int64_t parity) {
-    const int64_t row = (parity * args.carry_rows + carry_row) * args.dims.HV + hv;
-    return args.carry + (row * (args.dims.V / 16) + column0 / 16) * ScanState<kK>::kCarryFloats;
+    return args.segments.carried(args.dims, args.window, parity, span.sequence.index, hv, column0);
   };
   if (span.first > 0) {
-    peaks = state.take_carry(carry(args.window.parity));
+    peaks = state.take_carry(
+        piece.before < 0
+            ? carry(args.window.parity)
+            : KdaSegments::part(args.segments.states, args.dims, piece.before, hv, column0)
+    );
   } else {
     load_state(state, args.initial, span.sequence.index, hv, column0);
     peaks = state.peaks();
@@ -138,6 +153,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
   };
   choose_scale();
 
+  const int64_t states_row = span.sequence.first_row(args.dims.T) + span.first;
   float e[8][4], o[8][4];
   uint32_t s_operand[kK / 16][4];
   uint32_t record = 0;  // address
@@ -181,29 +197,36 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
     }
     end_products();
   };
-  // While they run: the state before the chunk changes it, its decay, the next v.
+  // While they run: the decay of the state and the loads of v come before stores, which keep
+  // registers busy.
   const auto begin_chunk = [&](int chunk) {
+    if constexpr (kKind == ScanKind::kAny) {
+      if (args.chunk_states.data != nullptr && args.chunk_states.dtype == DType::kF32) {
+        store_float_state(state, args.chunk_states, args.dims, states_row + chunk, hv, column0);
+      }
+    }
+    state.decay(reinterpret_cast<const float2*>(memory + Record::kGamma) + t);
+    copy_rows(v, next_v);
+    v_from += kTensorChunk * args.v.stride[1];
+    load_rows<kKind == ScanKind::kAny>(
+        next_v, v_from, v_step, rows - (chunk + 2) * 64, args.whole_v
+    );
+    prefetch_v(2, chunk + 2);
+  };
+  const auto leave_state = [&](int chunk) {
     if constexpr (kKind != ScanKind::kNoStates) {
-      if (args.chunk_states.data != nullptr) {
-        store_chunk_state<kKind == ScanKind::kAny>(
-            state,
-            args.chunk_states,
-            args.dims,
-            span.sequence.first_row(args.dims.T) + span.first + chunk,
-            hv,
-            column0
+      if (args.chunk_states.data != nullptr && args.chunk_states.dtype != DType::kF32) {
+        store_operand_state<kKind == ScanKind::kAny, kK>(
+            s_operand, state.scale, args.chunk_states, args.dims, states_row + chunk, hv, column0
         );
       }
     }
-    v_from += kTensorChunk * args.v.stride[1];
-    load_rows<kKind == ScanKind::kAny>(v, v_from, v_step, rows - (chunk + 1) * 64, args.whole_v);
-    prefetch_v(2, chunk + 1);
-    state.decay(reinterpret_cast<const float2*>(memory + Record::kGamma) + t);
   };
 
   if (chunks > 0) {
     start_chunk();
     begin_chunk(0);
+    leave_state(0);
   }
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -258,20 +281,23 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
     }
     __syncthreads();  // the record is read
     ring.fetch();
+    if (chunk + 1 < chunks) {
+      begin_chunk(chunk + 1);
+    }
     uint32_t packed[8][2];
     pack_rows<kType>(packed, o, o_low, o_high);
     store_rows(out, packed, out_step, rows - chunk * 64);
     out += kTensorChunk * args.dims.HV * args.dims.V;
     if (chunk + 1 < chunks) {
-      begin_chunk(chunk + 1);
+      leave_state(chunk + 1);
     }
   }
 
   state.unscale();
-  if (!span.ends) {
-    state.put_carry(carry(args.window.parity ^ 1), peaks);
-  } else {
+  if (span.ends) {
     store_state(state, args.final_state, span.sequence.index, hv, column0);
+  } else if (args.window.segment == 0) {
+    state.put_carry(carry(args.window.parity ^ 1), peaks);
   }
 }
 

@@ -66,6 +66,14 @@ __device__ __forceinline__ void prefetch_rows(const uint16_t* from, int64_t row,
   }
 }
 
+__device__ __forceinline__ void copy_rows(uint32_t (&x)[8][2], const uint32_t (&from)[8][2]) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    x[n][0] = from[n][0];
+    x[n][1] = from[n][1];
+  }
+}
+
 __device__ __forceinline__ void transpose_rows(uint32_t (&x)[8][2]) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {

@@ -271,11 +271,34 @@ __device__ __forceinline__ void store_state(
   }
 }
 
-// The state at the start of a chunk: row `row` of the chunk states, which without kAny are 16-bit
-// and [K, V].
-template <bool kAny, int kK>
-__device__ __forceinline__ void store_chunk_state(
+// The state at the start of a chunk, row `row` of the chunk states, in float.
+template <int kK>
+__device__ __forceinline__ void store_float_state(
     const ScanState<kK>& state,
+    const KdaChunkStates& states,
+    const KdaDims& dims,
+    int64_t row,
+    int64_t hv,
+    int64_t column0
+) {
+  const int64_t V = dims.V;
+  const int64_t stride[4] = {0, 0, states.v_first ? 1 : V, states.v_first ? kK : 1};
+  float* to = static_cast<float*>(states.data) + (row * dims.HV + hv) * kK * V;
+#pragma unroll
+  for (int n = 0; n < kK / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      to[ScanState<kK>::offset(stride, 0, 0, column0, n, i)] =
+          state.s[n][i] * (i < 2 ? state.scale.low.inverse : state.scale.high.inverse);
+    }
+  }
+}
+
+// The same in 16 bits, from the operand that was made of the state; [K, V] without kAny.
+template <bool kAny, int kK>
+__device__ __forceinline__ void store_operand_state(
+    const uint32_t (&operand)[kK / 16][4],
+    const ColumnScales& scale,
     const KdaChunkStates& states,
     const KdaDims& dims,
     int64_t row,
@@ -286,34 +309,19 @@ __device__ __forceinline__ void store_chunk_state(
   const int g = lane / 4;
   const int t = lane % 4;
   const int64_t V = dims.V;
-  const int64_t base = (row * dims.HV + hv) * kK * V;
-  const float low = state.scale.low.inverse;
-  const float high = state.scale.high.inverse;
-  if (kAny && states.dtype == DType::kF32) {
-    const int64_t stride[4] = {0, 0, states.v_first ? 1 : V, states.v_first ? kK : 1};
-    float* to = static_cast<float*>(states.data) + base;
-#pragma unroll
-    for (int n = 0; n < kK / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        to[ScanState<kK>::offset(stride, 0, 0, column0, n, i)] =
-            state.s[n][i] * (i < 2 ? low : high);
-      }
-    }
-    return;
-  }
+  const float low = scale.low.inverse;
+  const float high = scale.high.inverse;
   const bool bf16 = states.dtype == DType::kBf16;
-  uint16_t* const to = static_cast<uint16_t*>(states.data) + base;
+  uint16_t* const to = static_cast<uint16_t*>(states.data) + (row * dims.HV + hv) * kK * V;
   uint16_t* const row_low = to + (column0 + column_of_row(g)) * kK + 2 * t;
   uint16_t* const row_high = to + (column0 + column_of_row(g + 8)) * kK + 2 * t;
   uint16_t* const key = to + g * V + column0 + t * 4;
 #pragma unroll
   for (int n = 0; n < kK / 8; ++n) {
-    const float a[4] = {
-        state.s[n][0] * low, state.s[n][1] * low, state.s[n][2] * high, state.s[n][3] * high
-    };
-    const uint32_t x = bf16 ? pack_bf16(a[0], a[1]) : pack_f16(a[0], a[1]);
-    const uint32_t y = bf16 ? pack_bf16(a[2], a[3]) : pack_f16(a[2], a[3]);
+    const float2 a = unpack_f16(operand[n / 2][n % 2 * 2]);
+    const float2 b = unpack_f16(operand[n / 2][n % 2 * 2 + 1]);
+    const uint32_t x = bf16 ? pack_bf16(a.x * low, a.y * low) : pack_f16(a.x * low, a.y * low);
+    const uint32_t y = bf16 ? pack_bf16(b.x * high, b.y * high) : pack_f16(b.x * high, b.y * high);
     if (kAny && states.v_first) {
       *reinterpret_cast<uint32_t*>(row_low + n * 8) = x;
       *reinterpret_cast<uint32_t*>(row_high + n * 8) = y;
