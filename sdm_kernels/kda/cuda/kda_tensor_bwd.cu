@@ -23,9 +23,9 @@
 namespace sdm::kda {
 namespace {
 
-// Records of a window: some waves of blocks, two on each of 132 multiprocessors, and 0.25 GiB in
+// Records of a window: four waves of blocks, two on each of 132 multiprocessors, and 0.32 GiB in
 // all. Short calls have windows of one wave, so that the scan of one still has others beside it.
-constexpr int64_t kWindowRecords = 792, kShortWindowRecords = 264;
+constexpr int64_t kWindowRecords = 1056, kShortWindowRecords = 264;
 
 // Of a window of segments, which has one buffer.
 constexpr int64_t kSegmentRecords = 2112;

@@ -38,33 +38,51 @@ __device__ __forceinline__ uint32_t load_pair_or_zero(const uint16_t* from, bool
 
 // The compiler may move other accesses across it, not barriers: nothing else reads the place before
 // the next one.
-__device__ __forceinline__ void store_half_if(uint16_t* to, uint32_t x, bool live) {
+__device__ __forceinline__ void store_pair_if(uint16_t* to, uint32_t x, bool live) {
   asm volatile(
       "{\n"
       ".reg .pred live;\n"
-      ".reg .b16 low;\n"
       "setp.ne.u32 live, %2, 0;\n"
-      "cvt.u16.u32 low, %1;\n"
-      "@live st.global.b16 [%0], low;\n"
+      "@live st.global.u32 [%0], %1;\n"
       "}" ::"l"(to),
       "r"(x),
       "r"(static_cast<uint32_t>(live))
   );
 }
 
-// Both halves of a register to shared memory.
-__device__ __forceinline__ void store_halves(uint32_t low_to, uint32_t high_to, uint32_t x) {
+__device__ __forceinline__ void store_two_pairs_if(uint16_t* to, uint2 x, bool live) {
   asm volatile(
       "{\n"
-      ".reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      "st.shared.b16 [%0], low;\n"
-      "st.shared.b16 [%1], high;\n"
-      "}" ::"r"(low_to),
-      "r"(high_to),
-      "r"(x)
-      : "memory"
+      ".reg .pred live;\n"
+      "setp.ne.u32 live, %3, 0;\n"
+      "@live st.global.v2.u32 [%0], {%1, %2};\n"
+      "}" ::"l"(to),
+      "r"(x.x),
+      "r"(x.y),
+      "r"(static_cast<uint32_t>(live))
   );
+}
+
+__device__ __forceinline__ void store_piece_if(uint16_t* to, uint4 x, bool live) {
+  asm volatile(
+      "{\n"
+      ".reg .pred live;\n"
+      "setp.ne.u32 live, %5, 0;\n"
+      "@live st.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(to),
+      "r"(x.x),
+      "r"(x.y),
+      "r"(x.z),
+      "r"(x.w),
+      "r"(static_cast<uint32_t>(live))
+  );
+}
+
+// Products of both halves.
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+  return z;
 }
 
 }  // namespace sdm::kda::cuda

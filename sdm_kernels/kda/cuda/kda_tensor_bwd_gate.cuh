@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file Eight rows of one key channel in the tensor backward: loads, sums over a warp, the gate
-//! and its gradient.
+//! @file Four rows of one key channel in the tensor backward: loads, sums over a warp, the gate and
+//! its gradient.
 #pragma once
 
 #include <cstdint>
@@ -39,47 +39,13 @@ __device__ __forceinline__ void load_rows(
   }
 }
 
-// Sums kCount (a power of two) values over the warp; a lane gets that of value lane / (32 /
-// kCount).
-template <int kCount>
-__device__ __forceinline__ float sum_spread(const float (&x)[kCount]) {
-  float part[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    part[i] = x[i];
-  }
-  int mask = 16;
-#pragma unroll
-  for (int half = kCount / 2; half > 0; half /= 2) {
-    const bool upper = (threadIdx.x & static_cast<unsigned>(mask)) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float send = upper ? part[i] : part[i + half];
-      const float keep = upper ? part[i + half] : part[i];
-      part[i] = keep + __shfl_xor_sync(kWarpMask, send, mask);
-    }
-    mask /= 2;
-  }
-  float sum = part[0];
-#pragma unroll
-  for (int rest = 16 / kCount; rest > 0; rest /= 2) {
-    sum += __shfl_xor_sync(kWarpMask, sum, rest);
-  }
-  return sum;
-}
-
-// Eight consecutive floats, aligned to 16 bytes.
-__device__ __forceinline__ void load_eight(float (&out)[kBlockRows], const float* from) {
-  const float4 low = reinterpret_cast<const float4*>(from)[0];
-  const float4 high = reinterpret_cast<const float4*>(from)[1];
-  out[0] = low.x;
-  out[1] = low.y;
-  out[2] = low.z;
-  out[3] = low.w;
-  out[4] = high.x;
-  out[5] = high.y;
-  out[6] = high.z;
-  out[7] = high.w;
+// Four consecutive floats, aligned to 16 bytes.
+__device__ __forceinline__ void load_four(float (&out)[kBlockRows], const float* from) {
+  const float4 x = *reinterpret_cast<const float4*>(from);
+  out[0] = x.x;
+  out[1] = x.y;
+  out[2] = x.z;
+  out[3] = x.w;
 }
 
 __device__ __forceinline__ float fast_sigmoid(float x) {
@@ -92,17 +58,6 @@ struct ChannelGate {
   float rate;   // exp(A_log)
   float bias;   // dt_bias
   float bound;  // lower bound
-
-  __device__ __forceinline__
-  ChannelGate(const KdaOptions& options, const KdaTokens& tokens, float exp_A, int64_t channel)
-      : form(options.gate),
-        rate(exp_A),
-        bias(0.0f),
-        bound(static_cast<float>(options.lower_bound)) {
-    if (form != KdaGate::kActivated && tokens.dt_bias != nullptr) {
-      bias = tokens.dt_bias[channel];
-    }
-  }
 
   template <KdaGate kGate>
   __device__ __forceinline__ void decays_of(ChannelRows& x) const {
@@ -134,21 +89,22 @@ struct ChannelGate {
     }
   }
 
-  // Gradient of the element of g from that of the log-decay; adds that of A_log.
+  // Gradient of the element of g from that of the log-decay, `dg` * `unit`; adds that of A_log.
   template <KdaGate kGate>
-  __device__ __forceinline__ float gradient(float raw, float dg, float* d_rate) const {
+  __device__ __forceinline__ float gradient(float raw, float dg, float unit, float* d_rate) const {
     if constexpr (kGate == KdaGate::kActivated) {
-      return dg;
+      return dg * unit;
     } else if constexpr (kGate == KdaGate::kSoftplus) {
       const float z = raw + bias;
-      *d_rate -= rate * (softplus2(z * kLog2e) * (1.0f / kLog2e)) * dg;
-      return -rate * fast_sigmoid(z) * dg;
+      const float share = rate * unit * dg;
+      *d_rate -= softplus2(z * kLog2e) * (1.0f / kLog2e) * share;
+      return -fast_sigmoid(z) * share;
     } else {
       // s (1 - s) with e = exp(-rate z) is e / (1 + e)^2, which keeps its digits at both ends
       const float z = raw + bias;
       const float e = fast_exp2(fminf(-kLog2e * rate * z, 126.0f));
       const float s = fast_reciprocal(1.0f + e);
-      const float dz = rate * bound * (e * s) * s * dg;
+      const float dz = (e * s) * s * (rate * bound * unit * dg);
       *d_rate += dz * z;
       return dz;
     }

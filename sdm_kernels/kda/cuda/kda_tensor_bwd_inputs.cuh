@@ -26,15 +26,24 @@ __device__ __forceinline__ void start_copies(const TokenBlock<kK, kV>& b) {
   for (int i = 0; i < kPanelBytes; i += kTokenThreads * 16) {
     start_copy<16>(to + Memory::kInverse + i, from + Record::kInverse + i);
   }
-  constexpr int kSmall = kK * 4 + 3 * kChunkRows * 4;  // gamma, beta and the norms
-  static_assert(Record::kQueryNorm + kChunkRows * 4 == Record::kGamma + kSmall);
-  static_assert(Memory::kQueryNorm + kChunkRows * 4 == Memory::kGamma + kSmall);
-  if (tid < kSmall / 16) {
-    start_copy<16>(to + Memory::kGamma, from + Record::kGamma);
+  constexpr int kNumbers = 3 * kChunkRows * 4;  // beta and the norms
+  static_assert(Record::kQueryNorm + kChunkRows * 4 == Record::kBeta + kNumbers);
+  static_assert(Memory::kQueryNorm + kChunkRows * 4 == Memory::kBeta + kNumbers);
+  if (tid < kNumbers / 16) {
+    start_copy<16>(to + Memory::kBeta, from + Record::kBeta);
+  } else if (tid >= 64 && tid < 64 + kK / 4) {
+    start_copy<16>(to - 1024 + Memory::kGamma, from - 1024 + Record::kGamma);
   }
   close_copies();
-  if (tid < 4) {
-    b.template at<uint32_t>(Memory::kGradMax)[tid] = 0;
+  const KdaTokens& tokens = b.p.common.tokens;
+  const bool raw = b.p.common.options.gate != KdaGate::kActivated;
+  if (tid < kK) {
+    b.template at<float>(Memory::kBias)[tid] =
+        raw && tokens.dt_bias != nullptr ? tokens.dt_bias[b.hv * kK + tid] : 0.0f;
+  } else if (tid == kK) {
+    *b.template at<float>(Memory::kRate) =
+        raw && tokens.A_log != nullptr ? expf(tokens.A_log[b.hv]) : 1.0f;
+    *b.template at<uint32_t>(Memory::kGradMax) = 0;
   }
 }
 
@@ -57,6 +66,24 @@ __device__ __forceinline__ float top_of_groups(const float* unit) {
     top = fmaxf(top, unit[i]);
   }
   return top;
+}
+
+// Eight 16-bit elements times a power of two, in fp16.
+__device__ __forceinline__ uint4 scale_piece(uint4 raw, float factor, bool bf16) {
+  if (!bf16) {
+    float x[8];
+    widen_piece(x, raw, false);
+    return pack_piece(x, factor);
+  }
+  const uint32_t both = pack_bf16(factor, factor);
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = unpack_bf16(multiply_bf16(words[i], both));
+    out[i] = pack_f16(x.x, x.y);
+  }
+  return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 // Eight value columns of S from row (key channel) `row`, column `col` on.
@@ -116,6 +143,7 @@ struct StateLoads {
 
   __device__ __forceinline__ void store(const TokenBlock<kK, kV>& b) const {
     const KdaChunkStates& states = b.p.chunk_states;
+    const int at = Memory::kState + Memory::State::at(row(0, 0), col());
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       float x[kTurns][8], largest = 0.0f;
@@ -131,7 +159,8 @@ struct StateLoads {
       const KdaUnit unit = unit_of(__reduce_max_sync(kWarpMask, __float_as_uint(largest)));
 #pragma unroll
       for (int j = 0; j < kTurns; ++j) {
-        *b.template at<uint4>(Memory::kState + Memory::State::at(row(i, j), col())) =
+        const int further = i * kUnitKeys + j * kTurnRows;  // flips bits of the piece
+        *b.template at<uint4>((at ^ (further % 8 << 4)) + further * Memory::State::kRowBytes) =
             pack_piece(x[j], unit.inverse);
       }
       if (threadIdx.x % 32 == 0) {
@@ -146,15 +175,26 @@ template <int kV>
 struct RowPieces {
   static constexpr int kRowSpan = kV / 8;  // of a row
   static constexpr int kTurnRows = 32 / kRowSpan;
-  static constexpr int kTurns = kBlockRows / kTurnRows;
+  static constexpr int kTurns = kWarpRows / kTurnRows;
 
   __device__ __forceinline__ static int row(int turn) {
-    const unsigned own = threadIdx.x / 32 * kBlockRows + threadIdx.x % 32 / kRowSpan;
+    const unsigned own = threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / kRowSpan;
     return static_cast<int>(own) + turn * kTurnRows;
   }
 
   __device__ __forceinline__ static int col() {
     return static_cast<int>(threadIdx.x % kRowSpan * 8);
+  }
+
+  // Byte offset in a tile; rows further down flip bits of the piece.
+  __device__ __forceinline__ static int offset(int turn) {
+    using Tile = KdaTile<kChunkRows, kV>;
+    return (Tile::at(row(0), col()) ^ (turn * kTurnRows << 4)) + turn * kTurnRows * Tile::kRowBytes;
+  }
+
+  // Whether the warp's rows exist.
+  __device__ __forceinline__ static bool whole(int rows) {
+    return static_cast<int>(threadIdx.x / 32 * kWarpRows) + kWarpRows <= rows;
   }
 };
 
@@ -167,31 +207,74 @@ __device__ __forceinline__ void load_row_pieces(
   const int row = Pieces::row(0);
   const uint16_t* from = b.row_pointer(view, row, b.hv) + Pieces::col();
   const int64_t step = Pieces::kTurnRows * view.stride[1];
-#pragma unroll
-  for (int i = 0; i < Pieces::kTurns; ++i) {
-    out[i] = load_or_zero(from + i * step, row + i * Pieces::kTurnRows < b.rows);
-  }
-}
-
-// dO, with one unit for eight rows.
-template <int kK, int kV>
-__device__ __forceinline__ void load_out(const TokenBlock<kK, kV>& b) {
-  using Memory = TokenMemory<kK, kV>;
-  using Pieces = RowPieces<kV>;
-  const KdaView& view = b.p.d_out;
-  float x[Pieces::kTurns][8], largest = 0.0f;
-  if (b.p.aligned_out) {
-    uint4 raw[Pieces::kTurns];
-    load_row_pieces<kK, kV>(raw, b, view);
+  if (Pieces::whole(b.rows)) {
 #pragma unroll
     for (int i = 0; i < Pieces::kTurns; ++i) {
-      widen_piece(x[i], raw[i], view.dtype == DType::kBf16);
+      out[i] = *reinterpret_cast<const uint4*>(from + i * step);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < Pieces::kTurns; ++i) {
-      const int row = Pieces::row(i);
-      if (row < b.rows) {
+      out[i] = load_or_zero(from + i * step, row + i * Pieces::kTurnRows < b.rows);
+    }
+  }
+}
+
+// dO, y and v, from their loads until they are converted.
+template <int kK, int kV, DType kType>
+struct RowLoads {
+  using Memory = TokenMemory<kK, kV>;
+  using Grads = KdaBwdRecord<kK, kV>;
+  using Pieces = RowPieces<kV>;
+  static constexpr int kTurns = Pieces::kTurns;
+  uint4 out[kTurns];  // if it is aligned
+  uint4 y[kTurns], v[kTurns];
+  float strength[kTurns];
+  float unit, top;  // of y in the thread's columns, and the largest
+
+  __device__ __forceinline__ void load(const TokenBlock<kK, kV>& b) {
+    const int col = Pieces::col();
+    // a warp's pieces follow each other
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(b.grads() + Grads::kY) +
+                           (threadIdx.x / 32 * (kWarpRows * kV) + threadIdx.x % 32 * 8);
+    const float* units = reinterpret_cast<const float*>(b.grads() + Grads::kYUnit) +
+                         threadIdx.x / 64 * Grads::kGroups;
+    const float* beta = reinterpret_cast<const float*>(b.record() + KdaRecord<kK>::kBeta);
+    if (b.p.aligned_out) {
+      load_row_pieces<kK, kV>(out, b, b.p.d_out);
+    }
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      y[i] = *reinterpret_cast<const uint4*>(from + i * 256);
+    }
+    const KdaView& view = b.p.common.tokens.v;
+    if (b.p.aligned_v) {
+      load_row_pieces<kK, kV>(v, b, view);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) {
+        const int row = Pieces::row(i);
+        v[i] = row < b.rows ? load_raw_piece(view.data, b.element(view, row, b.hv) + col, 1, false)
+                            : make_uint4(0, 0, 0, 0);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      strength[i] = beta[Pieces::row(i)];
+    }
+    top = top_of_groups<Grads::kGroups>(units);
+    unit = units[col / 32];
+  }
+
+  // dO, with one unit for eight rows.
+  __device__ __forceinline__ void store_out(const TokenBlock<kK, kV>& b) const {
+    const KdaView& view = b.p.d_out;
+    float x[kTurns][8], largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      if (b.p.aligned_out) {
+        widen_piece(x[i], out[i], view.dtype == DType::kBf16);
+      } else if (const int row = Pieces::row(i); row < b.rows) {
         const int64_t at = b.element(view, row, b.hv) + Pieces::col() * view.stride[3];
         load_piece(x[i], view.data, view.dtype, at, view.stride[3], false);
       } else {
@@ -200,99 +283,65 @@ __device__ __forceinline__ void load_out(const TokenBlock<kK, kV>& b) {
           x[i][n] = 0.0f;
         }
       }
+      largest = fmaxf(largest, largest_of_piece(x[i]));
+    }
+    const KdaUnit of_out = unit_of(__reduce_max_sync(kWarpMask, __float_as_uint(largest)));
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      *b.template at<uint4>(Memory::kOut + Pieces::offset(i)) = pack_piece(x[i], of_out.inverse);
+    }
+    if (threadIdx.x % 32 == 0) {
+      b.template at<float>(Memory::kOutUnit)[threadIdx.x / 32] = of_out.unit;
     }
   }
-#pragma unroll
-  for (int i = 0; i < Pieces::kTurns; ++i) {
-    largest = fmaxf(largest, largest_of_piece(x[i]));
-  }
-  const KdaUnit unit = unit_of(__reduce_max_sync(kWarpMask, __float_as_uint(largest)));
-#pragma unroll
-  for (int i = 0; i < Pieces::kTurns; ++i) {
-    *b.template at<uint4>(Memory::kOut + Memory::Rows::at(Pieces::row(i), Pieces::col())) =
-        pack_piece(x[i], unit.inverse);
-  }
-  if (threadIdx.x % 32 == 0) {
-    b.template at<float>(Memory::kOutUnit)[threadIdx.x / 32] = unit.unit;
-  }
-}
 
-// y, with one unit for 16 rows; dv = beta y goes out, and the sums of y v over a row are kept.
-template <int kK, int kV, DType kType>
-__device__ __forceinline__ void load_values(const TokenBlock<kK, kV>& b) {
-  using Memory = TokenMemory<kK, kV>;
-  using Grads = KdaBwdRecord<kK, kV>;
-  using Pieces = RowPieces<kV>;
-  const int warp = static_cast<int>(threadIdx.x / 32), col = Pieces::col();
-  // a warp's pieces follow each other
-  const uint16_t* from = reinterpret_cast<const uint16_t*>(b.grads() + Grads::kY) +
-                         (threadIdx.x / 32 * (kBlockRows * kV) + threadIdx.x % 32 * 8);
-  const float* units = reinterpret_cast<const float*>(b.grads() + Grads::kYUnit);
-  const float* beta = reinterpret_cast<const float*>(b.record() + KdaRecord<kK>::kBeta);
-  const KdaView& view = b.p.common.tokens.v;
-  const float* unit = units + warp / 2 * Grads::kGroups;
-  const float top = top_of_groups<Grads::kGroups>(unit);
-  const uint32_t share = share_pair(unit[col / 32], top);
-  uint4 y[Pieces::kTurns], v[Pieces::kTurns];
+  // y, with one unit for 16 rows; dv = beta y goes out, and the sums of y v over a row are kept.
+  __device__ __forceinline__ void store_values(const TokenBlock<kK, kV>& b) const {
+    const uint32_t share = share_pair(unit, top);
+    const int64_t step = Pieces::kTurnRows * b.p.common.dims.HV * kV;
+    uint16_t* to = static_cast<uint16_t*>(b.p.d_v) +
+                   b.result(Pieces::row(0), b.hv, b.p.common.dims.HV, kV) + Pieces::col();
+    float sums[kTurns];
 #pragma unroll
-  for (int i = 0; i < Pieces::kTurns; ++i) {
-    y[i] = *reinterpret_cast<const uint4*>(from + i * 256);
-  }
-  if (b.p.aligned_v) {
-    load_row_pieces<kK, kV>(v, b, view);
-  } else {
+    for (int i = 0; i < kTurns; ++i) {
+      const uint4 scaled = multiply_piece(y[i], share);
+      *b.template at<uint4>(Memory::kY + Pieces::offset(i)) = scaled;
+      float y_float[8], v_float[8];
+      widen_piece(y_float, scaled, false);
+      widen_piece(v_float, v[i], kType == DType::kBf16);
+      const float factor = strength[i] * top;
+      uint32_t dv[4];
+      sums[i] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < Pieces::kTurns; ++i) {
-      const int row = Pieces::row(i);
-      v[i] = row < b.rows ? load_raw_piece(view.data, b.element(view, row, b.hv) + col, 1, false)
-                          : make_uint4(0, 0, 0, 0);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < Pieces::kTurns; ++i) {
-    const int row = Pieces::row(i);
-    const uint4 scaled = multiply_piece(y[i], share);
-    *b.template at<uint4>(Memory::kY + Memory::Rows::at(row, col)) = scaled;
-    float y_float[8], v_float[8];
-    widen_piece(y_float, scaled, false);
-    widen_piece(v_float, v[i], kType == DType::kBf16);
-    float sum = 0.0f;
-#pragma unroll
-    for (int x = 0; x < 8; ++x) {
-      y_float[x] *= top;
-      sum += y_float[x] * v_float[x];
-    }
-#pragma unroll
-    for (int mask = Pieces::kRowSpan / 2; mask > 0; mask /= 2) {
-      sum += __shfl_xor_sync(kWarpMask, sum, mask);
-    }
-    if (col == 0) {
-      b.template at<float>(Memory::kValueSums)[row] = sum;
-    }
-    if (row < b.rows) {
-      const float strength = beta[row];
-      uint32_t out[4];
+      for (int x = 0; x < 8; ++x) {
+        sums[i] += y_float[x] * v_float[x];
+      }
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
-        out[x] = pack_pair<kType>(strength * y_float[2 * x], strength * y_float[2 * x + 1]);
+        dv[x] = pack_pair<kType>(factor * y_float[2 * x], factor * y_float[2 * x + 1]);
       }
-      *reinterpret_cast<uint4*>(
-          static_cast<uint16_t*>(b.p.d_v) + b.result(row, b.hv, b.p.common.dims.HV, kV) + col
-      ) = make_uint4(out[0], out[1], out[2], out[3]);
+      store_piece_if(to, make_uint4(dv[0], dv[1], dv[2], dv[3]), Pieces::row(i) < b.rows);
+      to += step;
+    }
+    const float sum = sum_spread<kTurns, Pieces::kRowSpan>(sums) * top;
+    constexpr int kShare = Pieces::kRowSpan / kTurns;  // lanes that get one sum
+    const int own = static_cast<int>(threadIdx.x % Pieces::kRowSpan);
+    if (own % kShare == 0) {
+      b.template at<float>(Memory::kValueSums)[Pieces::row(own / kShare)] = sum;
+    }
+    if (threadIdx.x % 64 == 0) {
+      b.template at<float>(Memory::kYUnit)[threadIdx.x / 64] = top;
+    }
+    if (threadIdx.x < 4 * Grads::kGroups) {
+      const unsigned block = threadIdx.x / Grads::kGroups;
+      const float* of_state = reinterpret_cast<const float*>(b.grads() + Grads::kStateUnit);
+      const float largest = top_of_groups<Grads::kGroups>(of_state + block * Grads::kGroups);
+      b.template at<float>(Memory::kStateGradUnit)[block] = largest;
+      b.template at<uint32_t>(Memory::kStateGradShare)[threadIdx.x] =
+          share_pair(of_state[threadIdx.x], largest);
     }
   }
-  if (threadIdx.x % 64 == 0) {
-    b.template at<float>(Memory::kYUnit)[warp / 2] = top;
-  }
-  if (threadIdx.x < 4 * Grads::kGroups) {
-    const unsigned block = threadIdx.x / Grads::kGroups;
-    const float* of_state = reinterpret_cast<const float*>(b.grads() + Grads::kStateUnit);
-    const float largest = top_of_groups<Grads::kGroups>(of_state + block * Grads::kGroups);
-    b.template at<float>(Memory::kStateGradUnit)[block] = largest;
-    b.template at<uint32_t>(Memory::kStateGradShare)[threadIdx.x] =
-        share_pair(of_state[threadIdx.x], largest);
-  }
-}
+};
 
 // The pass's rows of S and dS, in the units that are known by now.
 template <int kK, int kV>
@@ -341,14 +390,15 @@ struct PassLoads {
       const int block = static_cast<int>(static_cast<unsigned>(channel) / (kK / 4));
       *b.template at<uint4>(Memory::kPassGrad + at) =
           multiply_piece(grad[i], shares[block * Grads::kGroups]);
-      float x[8];
+      const float inverse = inverse_power(b.state_unit(channel));
       if (StateLoads<kK, kV>::is_plain(states)) {
-        widen_piece(x, raw[i], states.dtype == DType::kBf16);
+        *b.template at<uint4>(Memory::kState + at) =
+            scale_piece(raw[i], inverse, states.dtype == DType::kBf16);
       } else {
+        float x[8];
         load_state_piece(x, b, state, channel, col());
+        *b.template at<uint4>(Memory::kState + at) = pack_piece(x, inverse);
       }
-      *b.template at<uint4>(Memory::kState + at) =
-          pack_piece(x, inverse_power(b.state_unit(channel)));
     }
   }
 };

@@ -200,29 +200,25 @@ struct TokenProducts {
     out *= fabsf(static_cast<float>(b.p.common.options.scale));
     const float own = lane < kK / kUnitKeys ? b.template at<float>(Memory::kStateUnit)[lane] : 0.0f;
     const float state = __uint_as_float(__reduce_max_sync(kWarpMask, __float_as_uint(own)));
-    return fmaxf(fmaxf(out, y) * state, u * grad) * 0x1p-80f;
+    return fmaxf(fmaxf(fmaxf(out, y), grad) * state, u * grad) * 0x1p-80f;
   }
 
-  // Raises the unit of the warp's 16 rows of D to their largest magnitude, and those of all rows to
-  // what keeps sums that go from one unit to another finite.
-  __device__ __forceinline__ void raise_all(uint32_t largest, float least) const {
-    const uint32_t most = __reduce_max_sync(kWarpMask, largest);
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    if (lane < 4) {
-      const float floor = fmaxf(__uint_as_float(most) * 0x1p-80f, least * 0x1p13f);
-      const uint32_t bits = __float_as_uint(floor);
-      atomicMax(
-          b.template at<uint32_t>(Memory::kGradMax) + lane,
-          lane == block ? larger(most, bits) : bits
-      );
+  // Raises the unit of D to the largest magnitude in the warp, and to what keeps finite whatever is
+  // summed in that unit.
+  __device__ __forceinline__ void raise_unit(uint32_t largest) const {
+    uint32_t most = __reduce_max_sync(kWarpMask, largest);
+    if (threadIdx.x / 32 == 0) {
+      most = larger(most, __float_as_uint(least_unit() * 0x1p13f));
+    }
+    if (threadIdx.x % 32 == 0) {
+      atomicMax(b.template at<uint32_t>(Memory::kGradMax), most);
     }
   }
 
-  __device__ __forceinline__ float grad_unit(int i) const {
-    return unit_of(b.template at<uint32_t>(Memory::kGradMax)[i]).unit;
-  }
-
-  // dL and dM: blocks below the diagonal in fp16, diagonal blocks in float.
+  // dL and dM, in units of their largest element: what is outside the diagonal blocks of 4 rows in
+  // fp16, those in float. Also the sums of k dk over the channels: a row of kd or F is linear in
+  // its key and gives beta (dbeta - y v), where beta dbeta = y U; as a key that is written it gives
+  // y U once more.
   __device__ __forceinline__ void make_score_grads() const {
     const bool scores = half != 0;
     float c[4][2][4];
@@ -249,55 +245,81 @@ struct TokenProducts {
     const float factor[2] = {
         scores ? scale * out_unit(0) : -y_unit(), scores ? scale * out_unit(1) : -y_unit()
     };
-    float* diagonal =
-        b.template at<float>(Memory::kDiagonal) + (scores ? kBlocks * 64 : 0) + 2 * block * 64;
+    // rows and columns 4 to 7 of eight; `below`: of the block under the diagonal
+    const bool below = g >= 4 && t < 2, inside = (g >= 4) == (t >= 2);
+    float* diagonal = b.template at<float>(Memory::kDiagonal) + (scores ? kBlocks * 16 : 0) +
+                      (block * 4 + g / 4) * 16 + g % 4 * 4 + t % 2 * 2;
     uint32_t largest = 0;
+    float own[2][4];  // of the diagonal block of 16 rows
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i <= block) {
-        const float unit = u_unit(i);
+      const float unit = u_unit(i);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < 2; ++n) {
 #pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            c[i][n][x] *= factor[x / 2] * unit;
-          }
-        }
-        if (i < block) {
-          largest = larger(largest, largest_of(c[i]));
-        } else {
-          // two diagonal blocks of 8 rows; the one between them is like those before
-          largest = larger(largest, larger(magnitude(c[i][0][2]), magnitude(c[i][0][3])));
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-              const int col = t * 2 + x;
-              const bool inside = scores ? col <= g : col < g;
-              diagonal[n * 64 + g * 8 + col] = inside ? c[i][n][n * 2 + x] : 0.0f;
-            }
-          }
+        for (int x = 0; x < 4; ++x) {
+          c[i][n][x] *= factor[x / 2] * unit;
+          own[n][x] = i == 0 || i == block ? c[i][n][x] : own[n][x];
         }
       }
+      const uint32_t of_block = largest_of(c[i]);
+      largest = i < block ? larger(largest, of_block) : largest;
     }
-    raise_all(largest, least_unit());
+    // y U of rows g and g + 8, in the lane with their elements
+    const float y_u[2] = {g % 2 == 0 ? own[0][0] : own[0][1], g % 2 == 0 ? own[1][2] : own[1][3]};
+    float on_diagonal[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int col = t % 2 * 2 + x;
+        const bool lower = inside && (scores ? col <= g % 4 : col < g % 4);
+        on_diagonal[n][x] = lower ? own[n][2 * n + x] : 0.0f;
+        own[n][2 * n + x] = below ? own[n][2 * n + x] : 0.0f;
+        largest = larger(largest, magnitude(on_diagonal[n][x]));
+      }
+    }
+    own[1][0] = own[1][1] = 0.0f;
+    largest = larger(largest, largest_of(own));
+    raise_unit(largest);
     __syncthreads();
-    const float inverse = inverse_power(grad_unit(block));
+    const float inverse = inverse_power(grad_unit());
+    if (inside) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        *reinterpret_cast<float2*>(diagonal + n * 32) =
+            make_float2(on_diagonal[n][0] * inverse, on_diagonal[n][1] * inverse);
+      }
+    }
+    if (!scores && t == g / 2) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = block * 16 + i * 8 + g;
+        const float of_row = b.template at<float>(Memory::kBeta)[row] *
+                             b.template at<float>(Memory::kValueSums)[row];
+        b.template at<float>(Memory::kKeyDot)[row] =
+            b.p.common.options.l2norm ? (-2.0f * y_u[i] - of_row) * inverse : 0.0f;
+      }
+    }
+    char* const to = b.memory + (scores ? Memory::kScoreGrad : Memory::kKeyGrad);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i <= block) {
+      if (i < block) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          Square::store_c(
-              b.memory + (scores ? Memory::kScoreGrad : Memory::kKeyGrad),
-              block * 16,
-              i * 16 + n * 8,
-              c[i][n],
-              inverse
-          );
+          Square::store_c(to, block * 16, i * 16 + n * 8, c[i][n], inverse);
         }
       }
     }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      Square::store_c(to, block * 16, block * 16 + n * 8, own[n], inverse);
+    }
+  }
+
+  // Of dL and dM.
+  __device__ __forceinline__ float grad_unit() const {
+    return unit_of(*b.template at<uint32_t>(Memory::kGradMax)).unit;
   }
 };
 

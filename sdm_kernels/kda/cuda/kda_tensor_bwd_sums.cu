@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(256) kda_bwd_group_kernel(
           sum,
           raw,
           norms[row],
-          p.common.options.l2norm ? sum_spread(dot) * norms[row] * norms[row] : 0.0f
+          p.common.options.l2norm ? sum_spread(dot) * norms[row] * norms[row] : 0.0f,
+          true
       );
     }
   }

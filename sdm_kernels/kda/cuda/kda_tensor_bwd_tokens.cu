@@ -67,7 +67,10 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
       shared_address(kda_shared),
       span,
       hv,
-      hv / (static_cast<unsigned>(dims.HV) / static_cast<unsigned>(dims.H)),
+      // without groups the heads are the same
+      kVariant == Variant::kGeneral
+          ? hv / (static_cast<unsigned>(dims.HV) / static_cast<unsigned>(dims.H))
+          : hv,
       span.slot * dims.HV + hv,
       span.sequence.begin + span.first * kChunkRows,
       static_cast<int>(left < kChunkRows ? left : kChunkRows)
@@ -76,9 +79,11 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
   {
     StateLoads<kK, kV> state;
     state.load(b);
-    load_out(b);
-    load_values<kK, kV, kType>(b);
+    RowLoads<kK, kV, kType> rows;
+    rows.load(b);
     state.store(b);
+    rows.store_out(b);
+    rows.store_values(b);
   }
   wait_for_copies<0>();
   __syncthreads();
@@ -86,42 +91,48 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
   products.make_updates();
   products.make_score_grads();
 
+  const float unit = products.grad_unit();
   const int64_t state = b.state();
   TokenChannels<kK, kV> channels(b);
-  channels.start_pass(0);
+  channels.start_pass();
   PassLoads<kK, kV> states;
   states.load(b, state, 0);
 #pragma unroll 1
   for (int pass = 0; pass < kK / kPass; ++pass) {
     states.store(b, state, pass);
-    channels.load_pass(pass);
-    channels.make_operands();
+    channels.make_operands(pass);
     __syncthreads();
     if (pass > 0) {
       channels.store_gate_sums(pass - 1);
     }
-    products.make_planes(pass * kPass, channels.decays());
-    const bool more = pass + 1 < kK / kPass;
-    if (more) {
-      channels.start_pass(pass + 1);
-    }
+    products.make_planes(pass * kPass);
     __syncthreads();
-    ChannelRows dG;
+    PairRows dG;
     {
-      ChannelRows dq, dk;
+      PairRows dq, dk;
       channels.finish_rows(dq, dk, dG);
-      channels.keep_grads(0, dq);
-      channels.keep_grads(1, dk);
+      if (p.group_grads != nullptr) {
+        channels.keep_of_head(0, dq, unit);
+        channels.keep_of_head(1, dk, unit);
+      } else {
+        channels.keep_queries(dq);
+        channels.template store_keys<kType>(dk, unit);
+      }
     }
-    if (more) {
+    if (pass + 1 < kK / kPass) {
+      __syncwarp();  // the warp is done with the operands of its rows
+      channels.start_pass();
       states.load(b, state, pass + 1);
     }
-    channels.finish_gate(dG);
+    channels.finish_gate(dG, unit);
   }
   channels.store_units();
+  __syncwarp();
+  TokenRows<kK, kV, kType> rows{b, channels, unit};
+  rows.load();
   __syncthreads();
   channels.store_gate_sums(kK / kPass - 1);
-  TokenRows<kK, kV, kType>{b, channels}.finish();
+  rows.finish();
   end_after_previous_kernel();
 }
 
