@@ -448,6 +448,7 @@ inline void make_window(
   };
   out->dots = {
       c.slices,
+      c.slices,
       dots(error_grad, c.slices * num_q * cw),
       dots(row_dot, c.slices * num_q * n),
       dots(decay_dot, c.slices * num_q * n),

@@ -426,7 +426,7 @@ def segment_chunks(num_slots: int, lanes: int, chunk_size: int) -> int:
     what the rows would; small banks get longer segments, because each segment has a fixed cost. The
     number does not depend on T, so that a dynamic T compiles once.
     """
-    rows = max(4 * num_slots, 16384)
+    rows = max(4 * num_slots, 32768)
     return max(1, -(-rows // (lanes * chunk_size)))
 
 

@@ -4,6 +4,7 @@
 //! stage.
 
 #include "sdm_kernels/sdm/cuda/sdm_bwd_gather.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_bwd_rows.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_bwd_walk.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_chunk_launch.h"
 #include "sdm_kernels/sdm/cuda/sdm_merge.h"
@@ -30,6 +31,20 @@ bool direct_gradient(const SdmBwdParams& p) {
   return p.d_initial != nullptr && (!p.shared_bank || p.dims.N == 1);
 }
 
+bool aligned_rows(const SdmBwdParams& p) {
+  return aligned_bank(p.bank, p.bank_dtype, p.dims.D) &&
+         reinterpret_cast<uintptr_t>(p.saved.rows) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(p.d_initial) % 16 == 0;
+}
+
+// Whether slots are walked by whole rows (sdm_bwd_rows.cuh). Shorter ones do not fill a warp, and
+// float32 banks want more than halves of their tokens.
+bool walks_rows(const SdmBwdParams& p) {
+  constexpr int64_t kLongRow = 256;
+  const bool exact = p.saved.mode <= SdmSave::kRows || p.saved.mode == SdmSave::kReplay;
+  return exact && p.bank_dtype != DType::kF32 && p.dims.D >= kLongRow && aligned_rows(p);
+}
+
 struct BwdMemory {
   ChunkMemory chunk;
   void* grad;  // [N, H, S, D] unless the result holds it
@@ -37,6 +52,8 @@ struct BwdMemory {
   void* replay_rows;  // [N * H][segment - 1][rows of a chunk][D]
   SdmSources sources;
   SdmDots dots;
+  __half* token_halves;  // token records of a chunk of every stream, or null
+  uint8_t* token_scales;
   void* phase1;
   float* product;
   void* pairs;
@@ -60,11 +77,18 @@ cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* me
   memory->sources.written = carver->take<int>(streams * dims.S);
   memory->sources.touched = carver->take<int>(streams * dims.S);
   const int64_t slices = num_slices(dims, p.bank_dtype);
+  const bool rows = walks_rows(p);
+  const int64_t row_slices = rows ? RowTiles(dims.D).tiles : slices;
   memory->dots.num_slices = slices;
+  memory->dots.row_slices = row_slices;
   memory->dots.error_grad = carver->take<float>(slices * num_q * dims.C * dims.W);
-  memory->dots.row = carver->take<float>(slices * num_q * lanes_of_chunk(dims));
-  memory->dots.decay = carver->take<float>(slices * num_q * lanes_of_chunk(dims));
+  memory->dots.row = carver->take<float>(row_slices * num_q * lanes_of_chunk(dims));
+  memory->dots.decay = carver->take<float>(row_slices * num_q * lanes_of_chunk(dims));
   memory->dots.d_v = carver->take<float>(num_q * dims.C * dims.D);
+  const int64_t records = rows ? streams * 2 * round_up(dims.C, 16) : 0;
+  const auto record = [&](int64_t bytes) { return bytes > 0 ? carver->take(bytes) : nullptr; };
+  memory->token_halves = static_cast<__half*>(record(TokenRecord::half_bytes(records, dims.D)));
+  memory->token_scales = static_cast<uint8_t*>(record(TokenRecord::scale_bytes(records, dims.D)));
   const SdmWindow window{0, segment};
   memory->product = carver->take<float>(merge_cells(group, window));
   SDM_RETURN_IF_ERROR(carve_phase1(carver, dims, group, window, &memory->phase1));
@@ -73,6 +97,38 @@ cudaError_t carve_bwd(DeviceCarver* carver, const SdmBwdParams& p, BwdMemory* me
   );
   memory->pairs = carver->take(static_cast<int64_t>(pairs));
   return cudaSuccess;
+}
+
+template <typename S, int kPieces>
+cudaError_t launch_rows_walk(SdmChunkParams p, const CardLimits& card, cudaStream_t stream) {
+  using Walk = RowWalk<kPieces>;
+  const int64_t fit = card.shared_memory / Walk::kWarpBytes;
+  const int warps = static_cast<int>(std::min<int64_t>(Walk::kWarps, fit));
+  const int64_t blocks = p.dims.N * p.dims.H * RowTiles(p.dims.D).tiles;
+  p.parts = parts_of(blocks, card);
+  return launch_blocks(
+      &sdm_bwd_rows_kernel<S, kPieces>,
+      p,
+      blocks * p.parts,
+      warps * 32,
+      warps * Walk::kWarpBytes,
+      stream,
+      card.overlap
+  );
+}
+
+template <typename S>
+cudaError_t launch_rows_walk(const SdmChunkParams& p, const CardLimits& card, cudaStream_t stream) {
+  switch (RowTiles(p.dims.D).lane_pieces()) {
+    case 1:
+      return launch_rows_walk<S, 1>(p, card, stream);
+    case 2:
+      return launch_rows_walk<S, 2>(p, card, stream);
+    case 3:
+      return launch_rows_walk<S, 3>(p, card, stream);
+    default:
+      return launch_rows_walk<S, 4>(p, card, stream);
+  }
 }
 
 template <typename S, bool kAligned>
@@ -113,6 +169,12 @@ cudaError_t run_segment(SdmChunkParams p, CardLimits card, cudaStream_t stream) 
         gather, p, gather_blocks(p.dims, p.num_slices), kGatherThreads, 0, stream, card.overlap
     ));
     SDM_RETURN_IF_ERROR((launch_solve_chunk<S, true>(p, card, stream)));
+    if constexpr (kAligned && sizeof(S) == 2) {
+      if (p.token_halves != nullptr) {
+        SDM_RETURN_IF_ERROR(launch_rows_walk<S>(p, card, stream));
+        continue;
+      }
+    }
     SDM_RETURN_IF_ERROR((launch_slots<S, WalkShape>(p, 2 * p.records.Cp, card, walk)));
   }
   return cudaSuccess;
@@ -190,12 +252,12 @@ cudaError_t launch_sdm_bwd(const SdmCudaBwdParams& params, void* workspace, cuda
   p.source_rows = memory.sources.row;
   p.d_v = base.d_v;
   p.dots = memory.dots;
+  p.token_halves = memory.token_halves;
+  p.token_scales = memory.token_scales;
   p.x = memory.chunk.x;
   p.product = memory.product;
   p.num_slices = memory.dots.num_slices;
-  const bool aligned = aligned_bank(base.bank, base.bank_dtype, dims.D) &&
-                       aligned_bank(grad, base.bank_dtype, dims.D) &&
-                       reinterpret_cast<uintptr_t>(base.saved.rows) % 16 == 0;
+  const bool aligned = aligned_rows(base);
   p.token_vectors = aligned && aligned_tokens(base.d_out, dims.D);
   const SdmPairGrads grads{base.d_write_val, base.d_read_val, base.d_beta, base.d_g};
 

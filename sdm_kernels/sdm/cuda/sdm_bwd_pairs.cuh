@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 4) sdm_pairs_pull_kernel(
     entry = records.entry[at];
     group = records.group[q * n + group_at];
     *reinterpret_cast<uint4*>(&own) = raw;
-    dot = sum_slices(p.dots.row, at, records.num_q * n, p.dots.num_slices);
+    dot = sum_slices(p.dots.row, at, records.num_q * n, p.dots.row_slices);
   }
   s.pair[thread] = own;
   s.row[thread] = entry.x;
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kThreads, 4) sdm_pairs_pull_kernel(
   double d_decay = 0.0;
   if (head) {
     const float sum =
-        sum_slices(p.dots.decay, q * n + group_at, records.num_q * n, p.dots.num_slices);
+        sum_slices(p.dots.decay, q * n + group_at, records.num_q * n, p.dots.row_slices);
     d_decay = static_cast<double>(records.group_decay[q * n + group_at]) * static_cast<double>(sum);
     if (left) {
       p.decay_sum[q * writes + group_at] = sum;

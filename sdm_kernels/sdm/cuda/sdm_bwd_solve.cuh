@@ -8,6 +8,7 @@
 #pragma once
 
 #include "sdm_kernels/sdm/cuda/sdm_product.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_token_record.cuh"
 
 namespace sdm::cuda {
 
@@ -19,6 +20,43 @@ constexpr int64_t bwd_solve_smem(int64_t Cp) {
 struct BwdSolveBlocks {
   MatrixBlock<true> inverse, product;
 };
+
+// Rows of dy of a block's columns into the token record.
+template <int kColumns>
+__device__ __forceinline__ void record_dy(
+    const SdmChunkParams& p, const StreamChunk& c, int64_t first, int columns
+) {
+  constexpr int kPieces = kColumns / 8;
+  const TokenRecord record(p, c.stream);
+  const RowTiles cut(p.dims.D);
+  const int num_tokens = static_cast<int>(c.place.num_tokens);
+  for (int at = static_cast<int>(threadIdx.x); at < num_tokens * kPieces; at += kSolveThreads) {
+    const int row = at / kPieces, column = at % kPieces * 8;
+    if (column < columns) {
+      float x[8];
+      load_token_columns<__half>(
+          p.d_out, view_row(p.d_out, c.place, row), {first + column, 8}, p.token_vectors, x
+      );
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        most = max(most, finite_bits(x[i]));
+      }
+      const uint32_t exponent = half_exponent(most);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[i] *= half_factor(exponent);
+      }
+      const int64_t to = p.records.Cp + row;
+      const int piece = static_cast<int>(first + column) / 8;
+      __stcg(
+          reinterpret_cast<uint4*>(record.halves + to * p.dims.D + first + column),
+          pack<__half>(x).raw
+      );
+      *record.scale(cut, static_cast<int>(to), piece) = static_cast<uint8_t>(exponent);
+    }
+  }
+}
 
 // kTerms: 1 for 16-bit banks, 3 for float32 (mma.cuh).
 template <int kTerms, int kColumns>
@@ -57,6 +95,10 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_bwd_solve_kernel(
     };
   };
   ring.start(steps_of(Task(0)), loader(Task(0)));
+  const bool recorded = kTerms == 1 && p.token_halves != nullptr;
+  if (recorded) {  // the walk that read the record of another chunk is over: the gather waited
+    record_dy<kColumns>(p, c, at.first, at.columns);
+  }
   wait_for_previous();
   const Rows gathered(smem), dy(smem + Cp * kColumns);
   bool found = gathered.template load<kTerms>(
@@ -118,11 +160,8 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_bwd_solve_kernel(
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = block * 16 + Block::row(half);
-        if (row >= num_tokens) {
-          continue;
-        }
         float dv[2] = {acc[n][2 * half], acc[n][2 * half + 1]};
-        if (bad) {
+        if (bad && row < num_tokens) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             dv[i] =
@@ -130,11 +169,33 @@ __global__ void __launch_bounds__(kSolveThreads, 1) sdm_bwd_solve_kernel(
             dv[i] = add_bad_terms<true>(product, Cp, dy, 0, num_tokens, row, column + i, dv[i]);
           }
         }
+        uint32_t most = 0;  // of the eight columns that four lanes have
+        if (recorded) {
+          most = max(finite_bits(dv[0]), finite_bits(dv[1]));
+          most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+          most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        }
+        if (row >= num_tokens) {
+          continue;
+        }
         const int count = at.columns - column;
         const int64_t token = token_row(p.dims, c.place, row) + at.first + column;
         const int64_t kept = (c.q * p.dims.C + row) * D + at.first + column;
         store_two(p.d_v, p.d_out.dtype, token, count, vectors, dv);
         store_two(p.dots.d_v, DType::kF32, kept, count, vectors, dv);
+        if (recorded && count > 0) {
+          const TokenRecord record(p, c.stream);
+          const uint32_t exponent = half_exponent(most);
+          const float factor = half_factor(exponent);
+          __stcg(
+              reinterpret_cast<unsigned*>(record.halves + row * D + at.first + column),
+              pack_pair(dv[0] * factor, dv[1] * factor, __half())
+          );
+          if (threadIdx.x % 4 == 0) {
+            *record.scale(RowTiles(D), row, static_cast<int>(at.first + column) / 8) =
+                static_cast<uint8_t>(exponent);
+          }
+        }
       }
     }
   }

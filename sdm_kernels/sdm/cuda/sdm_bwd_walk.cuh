@@ -6,6 +6,7 @@
 //! (sdm_sources.h). The gradient is kept in the bank's type: a touched row is rounded once a chunk.
 //! Bytes per chunk and stream: two rows read and one stored for every touched slot, one read where
 //! no later chunk touches it; 4.4 TB/s in pieces of 512 bytes, 3.7 in pieces of 128 on an H200.
+//! Long rows of 16-bit banks are walked by sdm_bwd_rows.cuh.
 #pragma once
 
 #include "sdm_kernels/sdm/cuda/sdm_save.cuh"

@@ -3,12 +3,12 @@
 //!
 //! The sequential part of a call is a loop of the host over chunks; a chunk is three launches:
 //! forward sdm_gather.cuh, sdm_fwd_solve.cuh, sdm_update.cuh; backward sdm_bwd_gather.cuh,
-//! sdm_bwd_solve.cuh, sdm_bwd_walk.cuh. Token rows travel between them in float scratch of
-//! [stream][Cp][D], which stays in L2. A launch costs about as much as a barrier among the blocks
-//! of one stream would, and leaves each stage its own registers, shared memory and split of the
-//! work. (All stages in one resident kernel were tried first: the compiler kept what they share
-//! alive through all of them and spilled in every inner loop, and one shape of block had to serve
-//! all.)
+//! sdm_bwd_solve.cuh, sdm_bwd_walk.cuh or sdm_bwd_rows.cuh. Token rows travel between them in float
+//! scratch of [stream][Cp][D], which stays in L2. A launch costs about as much as a barrier among
+//! the blocks of one stream would, and leaves each stage its own registers, shared memory and split
+//! of the work. (All stages in one resident kernel were tried first: the compiler kept what they
+//! share alive through all of them and spilled in every inner loop, and one shape of block had to
+//! serve all.)
 #pragma once
 
 #include <cstddef>
@@ -50,8 +50,10 @@ struct SdmChunkParams {
   BankView grad;           // backward: gradient of the bank
   void* d_v;               // backward: [B, T, H, D] in d_out's dtype
   SdmDots dots;            // backward
-  float* x;                // [N * H][Cp][D]: v - retrieved, then errors; backward: gathered
-  float* y;                // forward: [N * H][Cp][D], readings
+  __half* token_halves;    // backward: token records (sdm_token_record.cuh), null: none
+  uint8_t* token_scales;
+  float* x;  // [N * H][Cp][D]: v - retrieved, then errors; backward: gathered
+  float* y;  // forward: [N * H][Cp][D], readings
   int64_t num_slices;
   int parts;           // blocks that share the slots (update, walk) or none
   bool token_vectors;  // v and out (or d_out and d_v) rows are on 16-byte boundaries

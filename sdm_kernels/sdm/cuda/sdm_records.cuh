@@ -67,11 +67,12 @@ constexpr int32_t kRowMask = kMoreBit - 1;
 
 // Dots of the backward, one plane a slice of columns; summed in slice order.
 struct SdmDots {
-  int64_t num_slices;
-  float* error_grad;  // [slice][q][C * W] by lane: <e, G> with G at the chunk's end
-  float* row;         // [slice][q][n] by sorted entry: <dv, M> of a write, <dy, M> of a read
-  float* decay;       // [slice][q][n] by group: <G, M>
-  float* d_v;         // [q][C][D] gradient of the values in float
+  int64_t num_slices;  // of error_grad
+  int64_t row_slices;  // of row and decay
+  float* error_grad;   // [slice][q][C * W] by lane: <e, G> with G at the chunk's end
+  float* row;          // [slice][q][n] by sorted entry: <dv, M> of a write, <dy, M> of a read
+  float* decay;        // [slice][q][n] by group: <G, M>
+  float* d_v;          // [q][C][D] gradient of the values in float
 };
 
 // The window that a launch works on.
