@@ -16,11 +16,13 @@ inline void clear_unused_saved(const SdmFwdParams& p, const std::vector<SdmSeque
       used += num_checkpoints(sequence.num_chunks, p.saved.segment_chunks);
     }
     const int64_t bank_bytes = dims.H * dims.S * dims.D * element_size(p.bank_dtype);
-    std::memset(
-        static_cast<char*>(p.saved.rows) + used * bank_bytes,
-        0,
-        static_cast<size_t>((p.saved.checkpoints - used) * bank_bytes)
-    );
+    if (used < p.saved.checkpoints) {  // an empty tensor has no address
+      std::memset(
+          static_cast<char*>(p.saved.rows) + used * bank_bytes,
+          0,
+          static_cast<size_t>((p.saved.checkpoints - used) * bank_bytes)
+      );
+    }
   } else if (saves_rows(p.saved.mode)) {
     for (const SdmSequence& sequence : sequences) {
       for (int64_t chunk = 0; chunk < sequence.num_chunks; ++chunk) {
