@@ -149,7 +149,7 @@ def test_kept_memory(sdm, device):
     rows = H * (T // C) * min(C * W, S)
     final = B * H * S * D * 4
     limits = {
-        "replay": B * H * S * D * 4 * (T * W // max(4 * S, 16384)),
+        "replay": B * H * S * D * 4 * (T * W // max(4 * S, 32768)),
         "rows": rows * D * 4 + final,
         "bf16": rows * D * 2 + final,
         "fp8": rows * (D + 4) + final,

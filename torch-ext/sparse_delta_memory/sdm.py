@@ -106,7 +106,7 @@ def chunk_sdm(
     Gradients: ``write_val``, ``v``, ``beta``, ``g``, ``read_val`` and ``initial_state``, each in its
     argument's dtype, computed only if asked for. The prediction errors ``v - r`` are kept
     (``B*T*H*D`` float32), and besides them, with C tokens a chunk and E bytes a bank element:
-    ``"replay"`` keeps ``B*H*S*D*E`` bytes for each ``max(4*S, 16384)/W`` tokens of a sequence;
+    ``"replay"`` keeps ``B*H*S*D*E`` bytes for each ``max(4*S, 32768)/W`` tokens of a sequence;
     ``"rows"`` at most ``min(C*W, S)*D*E`` bytes for each chunk and head, ``"bf16"``, ``"fp8"`` and
     ``"int4"`` the same with 2, 1 and 1/2 bytes an element (and 4 a row for the last two), and all
     four keep the final state; ``"rows"`` on CUDA instead 4 bytes a row and a slot. With a rounded

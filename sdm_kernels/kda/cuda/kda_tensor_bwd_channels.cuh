@@ -62,7 +62,7 @@ struct TokenChannels {
     };
   }
 
-  __device__ const __forceinline__ static uint16_t* from(
+  static const __device__ __forceinline__ uint16_t* from(
       const TokenBlock<kK, kV>& b, const KdaView& view, int64_t head
   ) {
     return b.row_pointer(view, static_cast<int>(threadIdx.x / 4), head) + threadIdx.x % 4 * 8;
