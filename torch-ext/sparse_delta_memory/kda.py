@@ -136,7 +136,8 @@ def chunk_kda(
     dtypes; no decay overflows, however strong. Tolerances: docs/kda.md.
 
     Determinism: bitwise the same from run to run, for any number of threads, and whatever else is
-    in the batch, packed or not. A token's output depends on no bit of later tokens. Different chunk
+    in the batch, packed or not. A token's output depends on no bit of later tokens (on CUDA a value
+    that is not finite spoils the tokens before it in its chunk as well). Different chunk
     sizes round differently.
 
     Support: CPU, and CUDA from compute capability 8.0 without float64; anything else raises
