@@ -21,9 +21,8 @@ namespace {
 // on the card; 106 MB at K = 128.
 constexpr int64_t kWindowRecords = 1584;
 
-// Buffers of records, and from how many windows on there are so many.
-constexpr int64_t kBuffers = 3;
-constexpr int64_t kManyWindows = 4;
+// The preparation of a window overlaps the scan of the one before, which reads the other buffer.
+constexpr int64_t kBuffers = 2;
 
 // Of a window of segments, which has the memory of both: each of its stages fills the card and
 // waits for the one before.
@@ -47,15 +46,6 @@ int64_t record_bytes(int64_t K) {
   return K == 128 ? KdaRecord<128>::kForwardBytes : KdaRecord<64>::kForwardBytes;
 }
 
-// Windows that the preparation is ahead of the scan. While a window is scanned, the next one is
-// prepared on what the scan leaves of the card, in the other of two buffers. A scan that waits for
-// the preparation right in front of it leaves the card empty while the last blocks of that one
-// end; two windows ahead, with a third buffer, it starts when they have all begun. Two windows are
-// prepared before the first scan then, too much where there are few.
-int64_t windows_ahead(const KdaWindowPlan& plan) {
-  return plan.segment == 0 && plan.num_windows() >= kManyWindows ? 2 : 1;
-}
-
 // Memory of a call: buffers of records, then the states between windows and segments. The backward
 // looks for those of a single window in the same places.
 struct Workspace {
@@ -68,7 +58,7 @@ Workspace carve(const KdaDims& dims, const KdaWindowPlan& plan, void* memory) {
   DeviceCarver carver(memory);
   Workspace w{};
   const int64_t bytes = plan.max_slots() * dims.HV * record_bytes(dims.K);
-  const int64_t buffers = plan.segment > 0 || plan.num_windows() == 1 ? 1 : 1 + windows_ahead(plan);
+  const int64_t buffers = plan.segment > 0 || plan.num_windows() == 1 ? 1 : kBuffers;
   for (int64_t i = 0; i < buffers; ++i) {
     w.records[i] = carver.take<char>(bytes);
   }
@@ -198,41 +188,23 @@ cudaError_t launch_kda_tensor_fwd(
   segments.cu_seqlens = params.cu_seqlens;
   segments.segments = memory.segments;
 
-  // One window ahead: P0 S0 P1 S1 ..., where each scan S waits for the kernel in front of it. The
-  // preparation P of a window starts when the scan of the one before has started, which is after
+  // The preparation of a window starts when the scan of the one before has started, which is after
   // the scan before that has ended, whose buffer it fills.
-  //
-  // Two windows ahead: P0 P1 S0 P2 S1 ... S(n-2) S(n-1). A scan starts when the last block of the
-  // preparation in front of it has, which has waited for the scan in front of itself: then what
-  // this one reads has been there. The last scan has a scan in front and waits for it.
-  const int64_t windows = plan.num_windows();
-  const int64_t ahead = windows_ahead(plan);
-  const int64_t buffers = 1 + ahead;
-  prep.in_turn = overlap && ahead > 1;
-  for (int64_t i = 0; i < windows + ahead - 1; ++i) {
-    cudaError_t error = cudaSuccess;
-    if (i < windows) {
-      prep.window = plan.window(i);
-      prep.records.data = memory.records[plan.segment > 0 ? 0 : i % buffers];
-      // The first kernel may not overlap the one in front of the call.
-      error = launch_kda_tensor_prep(prep, stream, overlap && i > 0 && plan.segment == 0);
+  for (int64_t i = 0; i < plan.num_windows(); ++i) {
+    prep.window = plan.window(i);
+    prep.records.data = memory.records[plan.segment > 0 ? 0 : i % kBuffers];
+    segments.window = scan.window = prep.window;
+    segments.records = scan.records = prep.records;
+    // The first kernel may not overlap the one in front of the call.
+    cudaError_t error = launch_kda_tensor_prep(prep, stream, overlap && i > 0 && plan.segment == 0);
+    if (error == cudaSuccess && plan.segment > 0) {
+      error = launch_kda_segment_scan(segments, true, stream);
     }
-    const int64_t ready = i - (ahead - 1);
-    if (error == cudaSuccess && ready >= 0) {
-      scan.window = plan.window(ready);
-      scan.records = {memory.records[plan.segment > 0 ? 0 : ready % buffers], prep.records.stride};
-      scan.early = prep.in_turn && i < windows;
-      if (plan.segment > 0) {
-        segments.window = scan.window;
-        segments.records = scan.records;
-        error = launch_kda_segment_scan(segments, true, stream);
-        if (error == cudaSuccess) {
-          error = launch_kda_segment_chain(segments, false, stream);
-        }
-      }
-      if (error == cudaSuccess) {
-        error = launch_scan(scan, scan.window.max_pieces(plan.packed, dims.N), stream);
-      }
+    if (error == cudaSuccess && plan.segment > 0) {
+      error = launch_kda_segment_chain(segments, false, stream);
+    }
+    if (error == cudaSuccess) {
+      error = launch_scan(scan, scan.window.max_pieces(plan.packed, dims.N), stream);
     }
     if (error != cudaSuccess) {
       return error;

@@ -15,8 +15,6 @@ struct KdaPrepParams {
   DeviceIntegers cu_seqlens;
   KdaWindow window;
   KdaRecords records;
-  // The kernel behind this one does not begin before the one in front of it has ended.
-  bool in_turn = false;
 };
 
 // Dynamic shared memory that a block needs for K = 64 or 128.

@@ -88,11 +88,8 @@ __global__ void __launch_bounds__(kPrepThreads, 2) kda_prep_kernel(
   constexpr int kPairs = kCount / 2;
   constexpr int kSteps = kK / 16;  // of products
   extern __shared__ __align__(1024) unsigned char kda_shared[];
-  const KdaPrepParams& p = args.params;
-  if (p.in_turn) {
-    end_after_previous_kernel();
-  }
   allow_next_kernel();
+  const KdaPrepParams& p = args.params;
   const int64_t slot = blockIdx.z * p.window.num_chunks + blockIdx.x;
   const int hv = blockIdx.y;
   const KdaSpan span = kda_chunk_of_window(

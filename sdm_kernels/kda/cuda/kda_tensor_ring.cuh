@@ -45,8 +45,6 @@ struct RecordRing {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier(i)) : "memory");
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      // Records that other kernels have stored in the usual way.
-      asm volatile("fence.proxy.async.global;" ::: "memory");
     }
     __syncthreads();
 #endif

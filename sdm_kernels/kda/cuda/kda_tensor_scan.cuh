@@ -46,7 +46,6 @@ struct KdaScanArgs {
   float scale;
   int buffers;   // of the ring
   bool overlap;  // with the preparation
-  bool early;    // what is read has been there before the kernel in front began
   bool whole_v;  // four columns of v can be loaded at once
   bool bounded;  // keys are normalised and gates decay
 };
@@ -74,13 +73,10 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
   // before the wait: it writes where this one's predecessor read.
   const bool waits_late = args.window.segment > 0;
   if (!waits_late) {
-    if (!args.early) {
-      wait_for_previous_kernel();
-    }
+    wait_for_previous_kernel();
     allow_next_kernel();
   }
   if (!span.valid) {
-    end_after_previous_kernel();
     return;
   }
   const int warp = threadIdx.x / 32;
@@ -303,7 +299,6 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_scan_kernel(
   } else if (args.window.segment == 0) {
     state.put_carry(carry(args.window.parity ^ 1), peaks);
   }
-  end_after_previous_kernel();
 }
 
 }  // namespace sdm::kda::cuda

@@ -187,19 +187,18 @@ struct ScanState {
     *reinterpret_cast<float2*>(to + kK * 16 - lane * 2) = make_float2(peaks.low, peaks.high);
   }
 
-  // Past the first-level cache, as nobody may have waited for the kernel in front.
   __device__ __forceinline__ ColumnPeaks take_carry(const float* from) {
     const int lane = threadIdx.x % 32;
     from += lane * 4;
 #pragma unroll
     for (int n = 0; n < kK / 8; ++n) {
-      const float4 x = __ldcg(reinterpret_cast<const float4*>(from + n * 128));
+      const float4 x = *reinterpret_cast<const float4*>(from + n * 128);
       s[n][0] = x.x;
       s[n][1] = x.y;
       s[n][2] = x.z;
       s[n][3] = x.w;
     }
-    const float2 peaks = __ldcg(reinterpret_cast<const float2*>(from + kK * 16 - lane * 2));
+    const float2 peaks = *reinterpret_cast<const float2*>(from + kK * 16 - lane * 2);
     return {peaks.x, peaks.y};
   }
 
