@@ -278,39 +278,60 @@ struct TokenPlanes : TokenProducts<kK, kV, kType> {
 
   // The three planes of the channels from `first` on.
   __device__ __forceinline__ void make_planes(int first) const {
+    // What the compiler can't tell from the pass before it does not keep in registers until the
+    // next.
+    TokenPlanes present(*this);
+    asm volatile("" : "+r"(present.block), "+r"(present.half), "+r"(present.g), "+r"(present.t));
+    present.make_present_planes(first);
+  }
+
+  __device__ __forceinline__ void make_present_planes(int first) const {
+    const float inverse = inverse_power(grad_unit());
     Result q, k, r;
+#if KDA_WARPGROUP_PRODUCTS
+    {
+      constexpr int kPanel = kPass * 128;
+      // The same in all lanes, which the compiler can't see; and it would keep the addresses of all
+      // steps from pass to pass.
+      const uint32_t base = __shfl_sync(kWarpMask, b.base, 0);
+      const uint32_t rows = __shfl_sync(kWarpMask, b.base + half * (16 * 128), 0);
+      begin_products();
+      start_group_product<kV, kPanel>(q, base + Memory::kOut, rows + Memory::kState);
+      start_group_product<kV, kPanel>(k, base + Memory::kY, rows + Memory::kState);
+      start_group_product<kV, kPanel>(r, base + Memory::kWork, rows + Memory::kPassGrad);
+      end_products();
+      keep_state_grads(first, inverse);
+      wait_products<0>();
+      settle(q);
+      settle(k);
+      settle(r);
+    }
+#else
     clear(q);
     clear(k);
     clear(r);
-    const float inverse = inverse_power(grad_unit());
     {
       constexpr int kRowPanel = kChunkRows * 128, kStatePanel = kPass * 128;
       uint32_t at_a[4], at_s[4];
       Base::lane_addresses(at_a, tile(0), block * 16, Rows::lane_direct());
       Base::lane_addresses(at_s, tile(0), half * 16, State::lane_crossed());
-      // a step's fragments are loaded before those of the step in front of it are multiplied
-      uint32_t s[2][1][4], d[2][1][4], a[2][3][4];
-      const auto load = [&](int v) {
-        const uint32_t rows = at_a[v % 4] + v / 4 * kRowPanel;
-        const uint32_t states = at_s[v % 4] + v / 4 * kStatePanel;
-        load_matrices(s[v % 2][0], states + Memory::kState);
-        load_matrices(a[v % 2][0], rows + Memory::kOut);
-        load_matrices(a[v % 2][1], rows + Memory::kY);
-        load_matrices(d[v % 2][0], states + Memory::kPassGrad);
-        load_matrices(a[v % 2][2], rows + Memory::kWork);
-      };
-      load(0);
 #pragma unroll
       for (int v = 0; v < kV / 16; ++v) {
-        if (v + 1 < kV / 16) {
-          load(v + 1);
-        }
-        multiply_add(q, a[v % 2][0], s[v % 2]);
-        multiply_add(k, a[v % 2][1], s[v % 2]);
-        multiply_add(r, a[v % 2][2], d[v % 2]);
+        const uint32_t rows = at_a[v % 4] + v / 4 * kRowPanel;
+        const uint32_t states = at_s[v % 4] + v / 4 * kStatePanel;
+        uint32_t a[4], s[1][4];
+        load_matrices(s[0], states + Memory::kState);
+        load_matrices(a, rows + Memory::kOut);
+        multiply_add(q, a, s);
+        load_matrices(a, rows + Memory::kY);
+        multiply_add(k, a, s);
+        load_matrices(s[0], states + Memory::kPassGrad);
+        load_matrices(a, rows + Memory::kWork);
+        multiply_add(r, a, s);
       }
       keep_state_grads(first, inverse);
     }
+#endif
     float2 from_start[kTiles], to_end[kTiles];
     load_outside(from_start, to_end);
     // products of two units first, which the unit of dL and dM bounds

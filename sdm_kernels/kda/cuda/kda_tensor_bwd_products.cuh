@@ -9,6 +9,7 @@
 
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_access.cuh"
 #include "sdm_kernels/kda/cuda/kda_tensor_bwd_tokens.cuh"
+#include "sdm_kernels/kda/cuda/kda_tensor_bwd_warpgroup.cuh"
 
 namespace sdm::kda::cuda {
 
@@ -70,6 +71,17 @@ struct TokenProducts {
     }
   }
 
+  // c = the warp's rows of kd times 64 columns of S, from step kStep of the products on.
+  template <int kStep>
+  __device__ __forceinline__ static void add_state_products(
+      float (&c)[8][4], const uint32_t (&a)[kK / 16][4], uint32_t columns
+  ) {
+    add_row_product<kStep, 0, 4, kStep == 0>(c, a[kStep], columns);
+    if constexpr (kStep + 1 < kK / 16) {
+      add_state_products<kStep + 1>(c, a, columns);
+    }
+  }
+
   // beta (v - kd S) of the warp's rows and columns.
   __device__ __forceinline__ void make_writes(float (&e)[kValueTiles][4]) const {
     constexpr int kUnits = kK / kUnitKeys;
@@ -80,10 +92,7 @@ struct TokenProducts {
     const uint32_t own = lane < kUnits ? share_pair(unit, top) : 0;
     uint32_t values[2][kValueTiles];
     load_values(values);
-    clear(e);
-#pragma unroll 2
-    for (int k = 0; k < kK / 16; ++k) {
-      uint32_t a[4], s[kValueTiles / 2][4];
+    const auto load_keys = [&](uint32_t (&a)[4], int k) {
       Keys::load_a(a, tile(Memory::kWork), block * 16, k * 16);
       const uint32_t low = __shfl_sync(kWarpMask, own, 4 * k + t / 2);
       const uint32_t high = __shfl_sync(kWarpMask, own, 4 * k + 2 + t / 2);
@@ -91,11 +100,33 @@ struct TokenProducts {
       a[1] = multiply_pair(a[1], low);
       a[2] = multiply_pair(a[2], high);
       a[3] = multiply_pair(a[3], high);
+    };
+    if constexpr (KDA_WARPGROUP_PRODUCTS && kV == 128) {
+      uint32_t a[kK / 16][4];
 #pragma unroll
-      for (int n = 0; n < kValueTiles / 2; ++n) {
-        State::load_b(s[n], tile(Memory::kState), k * 16, half * kValueTiles * 8 + n * 16);
+      for (int k = 0; k < kK / 16; ++k) {
+        load_keys(a[k], k);
       }
-      multiply_add(e, a, s);
+      begin_products();
+      // the half is the same in all lanes, which the compiler can't see
+      add_state_products<0>(
+          e, a, __shfl_sync(kWarpMask, tile(Memory::kState) + half * (kK * 128), 0)
+      );
+      end_products();
+      wait_products<0>();
+      settle(e);
+    } else {
+      clear(e);
+#pragma unroll 2
+      for (int k = 0; k < kK / 16; ++k) {
+        uint32_t a[4], s[kValueTiles / 2][4];
+        load_keys(a, k);
+#pragma unroll
+        for (int n = 0; n < kValueTiles / 2; ++n) {
+          State::load_b(s[n], tile(Memory::kState), k * 16, half * kValueTiles * 8 + n * 16);
+        }
+        multiply_add(e, a, s);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -166,6 +197,7 @@ struct TokenProducts {
     }
     __syncthreads();  // beta (v - kd S) is no longer needed
     store_work(c, inverse_power(u_unit(block)));
+    publish_operands();
     __syncthreads();
   }
 
@@ -222,6 +254,18 @@ struct TokenProducts {
   __device__ __forceinline__ void make_score_grads() const {
     const bool scores = half != 0;
     float c[4][2][4];
+#if KDA_WARPGROUP_PRODUCTS
+    // the same in all lanes, which the compiler can't see
+    const int rows = __shfl_sync(kWarpMask, scores ? Memory::kOut : Memory::kY, 0);
+    begin_products();
+    start_group_product<kV, kChunkRows * 128>(c, tile(rows), tile(Memory::kWork));
+    end_products();
+    wait_products<0>();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      settle(c[i]);
+    }
+#else
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       clear(c[i]);
@@ -241,6 +285,7 @@ struct TokenProducts {
         multiply_add(c[i], a, u);
       }
     }
+#endif
     const float scale = static_cast<float>(b.p.common.options.scale);
     const float factor[2] = {
         scores ? scale * out_unit(0) : -y_unit(), scores ? scale * out_unit(1) : -y_unit()

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
     const __grid_constant__ KdaBwdTokenParams params
 ) {
   using Memory = TokenMemory<kK, kV>;
-  extern __shared__ __align__(128) char kda_shared[];
+  extern __shared__ __align__(1024) char kda_shared[];
   allow_next_kernel();
   const KdaBwdTokenParams p = known_params<kType, kVariant>(params);
   const KdaDims& dims = p.common.dims;
@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
     rows.store_out(b);
     rows.store_values(b);
   }
+  publish_operands();
   wait_for_copies<0>();
   __syncthreads();
   const TokenPlanes<kK, kV, kType> products(b);
@@ -100,6 +101,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2) kda_bwd_token_kernel(
 #pragma unroll 1
   for (int pass = 0; pass < kK / kPass; ++pass) {
     states.store(b, state, pass);
+    publish_operands();
     channels.make_operands(pass);
     __syncthreads();
     if (pass > 0) {

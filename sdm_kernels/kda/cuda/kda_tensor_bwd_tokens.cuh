@@ -118,6 +118,8 @@ struct TokenMemory {
   // Exponents of what the passes leave of q, a byte a pass: uint [threads].
   static constexpr int kUnits = kState;
   static_assert(kK != 128 || kV != 128 || kBytes <= 113 * 1024);
+  // as the swizzle of tiles wants
+  static_assert(kY % 1024 == 0 && kWork % 1024 == 0 && kState % 1024 == 0 && kPassGrad % 1024 == 0);
 
   // Element of a plane. Rows are permuted in pieces of 8 columns against bank conflicts.
   __device__ __forceinline__ static constexpr int plane(int which, int row, int col) {
