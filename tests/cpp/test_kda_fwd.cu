@@ -6,7 +6,7 @@
 //! and the preparation alone; with "speed" it only does that; with another word it runs only the
 //! cases that have it in their name. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90a
 //! tests/cpp/test_kda_fwd.cu sdm_kernels/kda/cuda/kda_tensor_prep.cu
-//! sdm_kernels/kda/cuda/kda_tensor_fwd.cu
+//! sdm_kernels/kda/cuda/kda_tensor_fwd.cu sdm_kernels/kda/cuda/kda_tensor_segments.cu
 #include <algorithm>
 #include <cstdio>
 #include <string>
