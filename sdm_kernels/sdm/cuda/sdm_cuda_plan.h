@@ -53,8 +53,9 @@ inline int64_t num_slices(const SdmDims& dims, DType bank) {
 // What a call's launches need to know of the device.
 struct CardLimits {
   int processors;
-  int shared_memory;  // most a block may have
-  bool overlap;       // launches may overlap the one before them
+  int shared_memory;            // most a block may have
+  int shared_memory_processor;  // of a multiprocessor
+  bool overlap;                 // launches may overlap the one before them
 };
 
 inline cudaError_t card_limits(CardLimits* limits) {
@@ -66,6 +67,11 @@ inline cudaError_t card_limits(CardLimits* limits) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(
         &limits->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device
+    );
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(
+        &limits->shared_memory_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device
     );
   }
   limits->overlap = false;
@@ -129,6 +135,16 @@ inline bool aligned_tokens(const FloatView& view, int64_t D) {
   const int64_t vec = 16 / element_size(view.dtype);
   return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride[0] % vec == 0 &&
          view.stride[1] % vec == 0 && view.stride[2] % vec == 0 && D % 8 == 0;
+}
+
+// Shared memory that a block asks for beside what it has so that no multiprocessor takes more than
+// its share of them: a launch that overlaps another comes in as multiprocessors get free, and a few
+// early ones would take all.
+inline int64_t spreading_memory(int64_t blocks, int64_t has, const CardLimits& card) {
+  constexpr int64_t kOfSystem = 1024, kGrain = 512;
+  const int64_t one_more = ceil_div(blocks, card.processors) + 1;
+  const int64_t needed = card.shared_memory_processor / one_more - kOfSystem + kGrain;
+  return std::clamp<int64_t>(needed - has, 0, card.shared_memory - has);
 }
 
 // Whether a kernel was compiled with the instruction that makes it wait (wait_for_previous()).

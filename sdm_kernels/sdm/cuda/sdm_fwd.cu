@@ -144,12 +144,13 @@ cudaError_t run_chunk(
   if (!kLog && p.saved.mode > SdmSave::kRows) {  // a lossy row needs all its columns at once
     SDM_RETURN_IF_ERROR(launch_quantise<S>(p, stream));
   }
+  const int64_t blocks = gather_blocks(p.dims, p.num_slices, fwd_gather_shape(p));
   SDM_RETURN_IF_ERROR(launch_blocks(
       &sdm_gather_kernel<S, kAligned, kLog>,
       p,
-      gather_blocks(p.dims, p.num_slices, fwd_gather_shape(p)),
+      blocks,
       kGatherThreads,
-      0,
+      card.overlap ? spreading_memory(blocks, gather_smem(), card) : 0,
       stream,
       card.overlap
   ));

@@ -90,6 +90,12 @@ __device__ __forceinline__ void prefetch_matrices(const SdmChunkParams& p, const
 constexpr int kGatherLanes = kRingDepth / 2;
 constexpr int kRecordRounds = 3;
 
+// Bytes of shared memory of a block of the forward.
+constexpr int64_t gather_smem() {
+  return int64_t{kRingDepth} * kGatherThreads * int64_t{sizeof(uint4)} +
+         int64_t{kRecordRounds} * kGatherGroups * kRingDepth * int64_t{sizeof(int2)};
+}
+
 __host__ __device__ inline GatherShape fwd_gather_shape(const SdmChunkParams& p) {
   return gather_shape(p.num_slices, p.dims.W > p.dims.R ? p.dims.W : p.dims.R);
 }
