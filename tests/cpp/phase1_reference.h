@@ -24,6 +24,17 @@ struct HostRecords {
   std::vector<float> group_decay, beta, inverse, qk;
 };
 
+// Zeroes what phase 1 leaves out of a matrix: in every row the columns beyond the `block` that has
+// the diagonal.
+inline void forget_upper(std::vector<float>* cells, int64_t Cp, int64_t block) {
+  for (size_t at = 0; at < cells->size(); ++at) {
+    const int64_t row = static_cast<int64_t>(at) / Cp % Cp, column = static_cast<int64_t>(at) % Cp;
+    if (column / block > row / block) {
+      (*cells)[at] = 0.0f;
+    }
+  }
+}
+
 inline HostRecords fetch(const SdmRecords& r, int64_t C, size_t W, bool gram) {
   const size_t lanes = static_cast<size_t>(r.num_q * r.n);
   const size_t cells = gram ? static_cast<size_t>(r.num_q * r.Cp * r.Cp) : 0;
@@ -43,6 +54,8 @@ inline HostRecords fetch(const SdmRecords& r, int64_t C, size_t W, bool gram) {
   h.beta = to_host(r.beta, static_cast<size_t>(r.num_q * C));
   h.inverse = to_host(r.inverse, cells);
   h.qk = to_host(r.qk, cells);
+  forget_upper(&h.inverse, r.Cp, 32);
+  forget_upper(&h.qk, r.Cp, 16);
   return h;
 }
 

@@ -279,6 +279,10 @@ std::vector<Case> all_cases() {
   Case full{"full words", 1, 256, 1, 128, 128, 65536, 256};
   full.window = 1;
   add(full);
+  add({"a block of 512 sorts", 2, 600, 2, 32, 16, 5000, 256, true});
+  add({"a block of 1024 sorts", 1, 600, 2, 64, 32, 20000, 256, true, false});
+  add({"two blocks sort", 2, 600, 1, 128, 64, 60000, 256, false, true});
+  add({"two blocks sort few slots", 1, 256, 2, 128, 128, 3, 256, true});
   Case tiles{"many tiles", 1, 256, 1, 300, 200, 20000, 256, true};
   tiles.hot = 0.002;
   tiles.window = 1;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! @file The CUDA decode step against the recurrence in double, on random cases, and its bits.
+//! @file The CUDA decode step against the recurrence in double, on random cases, and its bits: in
+//! parts, and after a kernel that writes the token while the step has already started.
 //!
 //! Standalone: returns 0 when all cases agree. Build: nvcc -std=c++17 -O3 -I. -arch=sm_90
 //! tests/cpp/test_step.cu sdm_kernels/sdm/cuda/sdm_step.cu
@@ -8,192 +9,27 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <vector>
 
 #include <cuda_runtime.h>
 
-#include "sdm_kernels/sdm/cuda/sdm_cuda.h"
-#include "tests/cpp/device.h"
+#include "tests/cpp/step_case.h"
 
 namespace sdm::test {
 namespace {
 
-using Bytes = std::vector<uint8_t>;
-
-struct Case {
-  const char* name;
-  int64_t N, T, H, W, R, D, S;
-  DType bank = DType::kF32;
-  DType values = DType::kF32;  // of write_val, read_val and v
-  bool write_int64 = true;
-  bool read_int64 = true;
-  bool gate_per_write = false;
-  bool ascending = false;  // ids of a token, without repeats
-  double unused = 0.1;     // share of ids outside the bank
-  double repeat = 0.2;     // share of ids equal to another lane's
-  bool pool = false;       // state indices, some -1
-  int64_t gap = 0;         // elements between the rows of every tensor
-};
-
-// A tensor [N, T, H, last] with gaps between its rows.
-struct Tensor {
-  Bytes host;
-  void* device = nullptr;
-  int64_t stride[4];
-
-  void upload() {
-    check(cudaMalloc(&device, std::max<size_t>(host.size(), 1)), "cudaMalloc");
-    check(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice), "copy in");
-  }
-
-  void download() {
-    check(cudaMemcpy(host.data(), device, host.size(), cudaMemcpyDeviceToHost), "copy out");
-  }
-
-  void shape(const int64_t (&sizes)[4], int64_t gap, int64_t size) {
-    stride[3] = 1;
-    stride[2] = sizes[3] + gap;
-    stride[1] = stride[2] * sizes[2];
-    stride[0] = stride[1] * sizes[1];
-    host.assign(static_cast<size_t>(stride[0] * sizes[0] * size), 0xff);
-  }
-
-  int64_t at(int64_t a, int64_t b, int64_t c, int64_t d) const {
-    return a * stride[0] + b * stride[1] + c * stride[2] + d * stride[3];
-  }
-};
-
-struct Problem {
-  Case c;
-  int64_t pool;
-  std::vector<int64_t> rows;  // of the pool, by sequence
-  Tensor write_idx, read_idx, write_val, read_val, v, beta, g, bank, out, state;
-};
-
-int64_t id_of(const Tensor& x, bool wide, int64_t at) {
-  int64_t id = 0;
-  if (wide) {
-    std::memcpy(&id, x.host.data() + at * 8, 8);
-    return id;
-  }
-  int32_t narrow = 0;
-  std::memcpy(&narrow, x.host.data() + at * 4, 4);
-  return narrow;
-}
-
-void set_id(Tensor* x, bool wide, int64_t at, int64_t id) {
-  const int32_t narrow = static_cast<int32_t>(id);
-  std::memcpy(
-      x->host.data() + at * (wide ? 8 : 4),
-      wide ? static_cast<const void*>(&id) : &narrow,
-      wide ? 8 : 4
-  );
-}
-
-void draw_ids(Tensor* x, const Case& c, bool wide, int64_t lanes, std::mt19937_64* random) {
-  std::uniform_real_distribution<double> uniform;
-  std::uniform_int_distribution<int64_t> slot(0, c.S - 1);
-  x->shape({c.N, c.T, c.H, lanes}, c.gap, wide ? 8 : 4);
-  const int64_t outside[] = {-1, c.S, -c.S, INT32_MAX, wide ? int64_t{1} << 32 : -2};
-  for (int64_t row = 0; row < c.N * c.T * c.H; ++row) {
-    std::vector<int64_t> ids(static_cast<size_t>(lanes));
-    for (size_t a = 0; a < ids.size(); ++a) {
-      const double kind = uniform(*random);
-      ids[a] = kind < c.unused                       ? outside[(*random)() % 5]
-               : kind < c.unused + c.repeat && a > 0 ? ids[(*random)() % a]
-                                                     : slot(*random);
-    }
-    if (c.ascending) {
-      std::vector<int64_t> all(static_cast<size_t>(c.S));
-      for (size_t s = 0; s < all.size(); ++s) {
-        all[s] = static_cast<int64_t>(s);
-      }
-      std::shuffle(all.begin(), all.end(), *random);
-      std::copy(all.begin(), all.begin() + lanes, ids.begin());
-      std::sort(ids.begin(), ids.end());
-    }
-    for (int64_t a = 0; a < lanes; ++a) {
-      set_id(x, wide, row * x->stride[2] + a, ids[static_cast<size_t>(a)]);
-    }
-  }
-}
-
-void draw_floats(
-    Tensor* x,
-    const int64_t (&sizes)[4],
-    int64_t gap,
-    DType dtype,
-    double low,
-    double high,
-    std::mt19937_64* random
-) {
-  std::uniform_real_distribution<double> uniform(low, high);
-  x->shape(sizes, gap, element_size(dtype));
-  for (int64_t row = 0; row < sizes[0] * sizes[1] * sizes[2]; ++row) {
-    for (int64_t i = 0; i < sizes[3]; ++i) {
-      store_scalar(x->host.data(), dtype, row * x->stride[2] + i, uniform(*random));
-    }
-  }
-}
-
-double value(const Tensor& x, DType dtype, int64_t at) {
-  return load_scalar(x.host.data(), dtype, at);
-}
-
-void make(const Case& c, Problem* p) {
-  std::mt19937_64 random(99);
-  p->c = c;
-  p->pool = c.pool ? c.N + 2 : c.N;
-  draw_ids(&p->write_idx, c, c.write_int64, c.W, &random);
-  draw_ids(&p->read_idx, c, c.read_int64, c.R, &random);
-  const double w = 2.0 / static_cast<double>(c.W), r = 2.0 / static_cast<double>(c.R);
-  draw_floats(&p->write_val, {c.N, c.T, c.H, c.W}, c.gap, c.values, -w / 4, w, &random);
-  draw_floats(&p->read_val, {c.N, c.T, c.H, c.R}, c.gap, c.values, -r / 4, r, &random);
-  draw_floats(&p->v, {c.N, c.T, c.H, c.D}, c.gap, c.values, -1, 1, &random);
-  draw_floats(&p->beta, {c.N, c.T, c.H, 1}, c.gap, DType::kF32, 0, 1, &random);
-  const int64_t gates = c.gate_per_write ? c.W : 1;
-  draw_floats(&p->g, {c.N, c.T, c.H, gates}, c.gap, DType::kF32, -1, 0, &random);
-  draw_floats(&p->bank, {p->pool, c.H, c.S, c.D}, c.gap, c.bank, -1, 1, &random);
-  p->out.shape({c.N, c.T, c.H, c.D}, 0, element_size(c.values));
-  p->state.shape({1, 1, 1, c.N}, 0, 8);
-  for (int64_t n = 0; n < c.N; ++n) {
-    p->rows.push_back(c.pool ? (n % 3 == 1 ? -1 : p->pool - 1 - n) : n);
-    set_id(&p->state, true, n, p->rows.back());
-  }
-  for (Tensor* x :
-       {&p->write_idx,
-        &p->read_idx,
-        &p->write_val,
-        &p->read_val,
-        &p->v,
-        &p->beta,
-        &p->g,
-        &p->bank,
-        &p->out,
-        &p->state}) {
-    x->upload();
-  }
-}
-
-void drop(Problem* p) {
-  for (Tensor* x :
-       {&p->write_idx,
-        &p->read_idx,
-        &p->write_val,
-        &p->read_val,
-        &p->v,
-        &p->beta,
-        &p->g,
-        &p->bank,
-        &p->out,
-        &p->state}) {
-    cudaFree(x->device);
-  }
-}
-
 // Runs sequences [n0, n0 + N) and tokens [t0, t0 + T).
-void run(Problem* p, int64_t n0, int64_t N, int64_t t0, int64_t T) {
+// `before` comes right before the step.
+void run(
+    Problem* p,
+    int64_t n0,
+    int64_t N,
+    int64_t t0,
+    int64_t T,
+    const std::function<void()>& before = []() {}
+) {
   const Case& c = p->c;
   SdmCudaFwdParams params{};
   SdmFwdParams& base = params.base;
@@ -236,6 +72,7 @@ void run(Problem* p, int64_t n0, int64_t N, int64_t t0, int64_t T) {
   void* out = nullptr;
   check(cudaMalloc(&out, std::max<size_t>(part.size(), 1)), "cudaMalloc");
   base.out = out;
+  before();
   check(launch_sdm_step(params, nullptr), "launch_sdm_step");
   check(cudaDeviceSynchronize(), "step");
   check(cudaMemcpy(part.data(), out, part.size(), cudaMemcpyDeviceToHost), "copy out");
@@ -351,6 +188,79 @@ double difference(const Problem& p, const Bytes& start) {
   return worst;
 }
 
+constexpr int kLateTensors = 8;
+
+struct LateTensors {
+  const unsigned char* from[kLateTensors];
+  unsigned char* to[kLateTensors];
+  size_t bytes[kLateTensors];
+};
+
+// Lets the kernel after it start, waits until that has long looked, and only then writes.
+__global__ void write_late(LateTensors late) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  const long long start = clock64();
+  while (clock64() - start < 100000) {
+  }
+  for (int k = 0; k < kLateTensors; ++k) {
+    for (size_t i = threadIdx.x; i < late.bytes[k]; i += blockDim.x) {
+      late.to[k][i] = late.from[k][i];
+    }
+  }
+}
+
+// The step of a token that is written only while the step's blocks are there already. Until then
+// its tensors hold the same bytes in other places, one of them alone where `only` is not negative.
+void run_late(Problem* p, int only) {
+  Tensor* tensors[kLateTensors] = {
+      &p->write_idx, &p->read_idx, &p->write_val, &p->read_val, &p->v, &p->beta, &p->g, &p->state
+  };
+  LateTensors late{};
+  void* copies[kLateTensors] = {};
+  for (int k = 0; k < kLateTensors; ++k) {
+    const Bytes& right = tensors[k]->host;
+    Bytes stale = right;
+    if (only < 0 || only == k) {
+      std::rotate(stale.begin(), stale.begin() + stale.size() / 16 * 8, stale.end());
+    }
+    check(cudaMalloc(&copies[k], right.size()), "cudaMalloc");
+    check(cudaMemcpy(copies[k], right.data(), right.size(), cudaMemcpyHostToDevice), "copy in");
+    check(
+        cudaMemcpy(tensors[k]->device, stale.data(), stale.size(), cudaMemcpyHostToDevice),
+        "copy in"
+    );
+    late.from[k] = static_cast<const unsigned char*>(copies[k]);
+    late.to[k] = static_cast<unsigned char*>(tensors[k]->device);
+    late.bytes[k] = right.size();
+  }
+  run(p, 0, p->c.N, 0, p->c.T, [&]() {
+    write_late<<<1, 256>>>(late);
+    check(cudaGetLastError(), "write_late");
+  });
+  for (void* copy : copies) {
+    cudaFree(copy);
+  }
+}
+
+int test_late(const Case& c) {
+  Problem whole;
+  make(c, &whole);
+  run(&whole, 0, c.N, 0, c.T);
+  int differ = 0;
+  for (int only = -1; only < kLateTensors; ++only) {
+    Problem late;
+    make(c, &late);
+    run_late(&late, only);
+    differ += whole.bank.host != late.bank.host || whole.out.host != late.out.host;
+    drop(&late);
+  }
+  std::printf("%-4s %-28s written late\n", differ == 0 ? "ok" : "FAIL", c.name);
+  drop(&whole);
+  return differ != 0;
+}
+
 int test_case(const Case& c) {
   Problem whole, parts;
   make(c, &whole);
@@ -440,6 +350,11 @@ std::vector<Case> all_cases() {
   pool.bank = pool.values = DType::kBf16;
   pool.name = "pool with aligned gaps";
   add(pool);
+  Case few{"pool, few streams", 2, 1, 2, 64, 60, 300, 256, DType::kBf16, DType::kBf16};
+  few.pool = true;
+  add(few);
+  few = {"streams for every processor", 12, 2, 2, 64, 64, 512, 256, DType::kBf16, DType::kBf16};
+  add(few);
   Case unused{"all unused", 2, 2, 1, 8, 8, 16, 10};
   unused.unused = 1.1;
   add(unused);
@@ -453,6 +368,7 @@ int main() {
   int failures = 0;
   for (const sdm::test::Case& c : sdm::test::all_cases()) {
     failures += sdm::test::test_case(c);
+    failures += sdm::test::test_late(c);
   }
   std::printf("%d failures\n", failures);
   return failures != 0;

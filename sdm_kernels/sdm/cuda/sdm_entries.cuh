@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(kThreads, 3) sdm_entries_kernel(
   constexpr int kItems = kWarpEntries / 32;
   __shared__ __align__(16) EntryStorage<Word> s;
   const TilePlace at = tile_place(p.tiles);
+  wait_for_previous();
   ChunkPlace place;
   if (!find_chunk(p.in.dims, p.in.sequences, p.window, at.q, &place)) {
     return;

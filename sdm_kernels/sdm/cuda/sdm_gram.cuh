@@ -25,7 +25,11 @@ namespace sdm::cuda {
 constexpr int kGramWarps = 8;
 constexpr int kShortSpan = 8;  // most writes of an entry whose pairs are listed
 constexpr int kGramItems = 32 * kShortSpan;
-constexpr int kGramBatch = 4;  // times 32 lanes whose loads are started together
+
+// Times 32 lanes whose loads are started together.
+constexpr int gram_batch(int64_t lanes) {
+  return lanes <= 32 ? 1 : lanes <= 64 ? 2 : 4;
+}
 
 // later * earlier * exp(x); a decay of zero erases whatever was there.
 __device__ __forceinline__ float pair_term(float later, float earlier, double x) {
@@ -42,7 +46,7 @@ __device__ __forceinline__ float pair_term(float later, float earlier, double x)
 }
 
 // A warp's memory.
-struct GramWarp {
+struct alignas(16) GramWarp {
   float rows[2 * kMaxChunk];   // of A, of QK
   uint32_t items[kGramItems];  // place of the later entry | number of the write | whether it reads
 };
@@ -170,7 +174,7 @@ __device__ __forceinline__ void add_long(
 }
 
 // The records by lane of a token, and the pairs of its entries.
-template <bool kGram>
+template <bool kGram, int kGramBatch>
 __device__ __forceinline__ void token_records(
     const SdmPhase1Params& p, int64_t q, int32_t token, GramWarp* s
 ) {
@@ -262,49 +266,78 @@ __device__ __forceinline__ void token_records(
   }
 }
 
-// out[j] = s_row[j] * beta[j] for j < num_columns and 0 up to Cp.
+// out[j] = s_row[j] * beta[j] for j < num_columns and 0 up to `end`.
 __device__ __forceinline__ void store_gram_row(
-    const float* beta, int32_t num_columns, int32_t Cp, const float* s_row, float* out
+    const float* s_beta, int32_t num_columns, int32_t end, const float* s_row, float* out
 ) {
-  for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < Cp; j += 32) {
-    const float sum = s_row[j];
+  for (int32_t j = static_cast<int32_t>(threadIdx.x % 32) * 4; j < end; j += 128) {
+    const float4 sum = *reinterpret_cast<const float4*>(s_row + j);
+    const float4 beta = *reinterpret_cast<const float4*>(s_beta + j);
     // no common slot: zero, even where beta is not finite
-    out[j] = j < num_columns && sum != 0.0f ? sum * beta[j] : 0.0f;
+    *reinterpret_cast<float4*>(out + j) = make_float4(
+        j < num_columns && sum.x != 0.0f ? sum.x * beta.x : 0.0f,
+        j + 1 < num_columns && sum.y != 0.0f ? sum.y * beta.y : 0.0f,
+        j + 2 < num_columns && sum.z != 0.0f ? sum.z * beta.z : 0.0f,
+        j + 3 < num_columns && sum.w != 0.0f ? sum.w * beta.w : 0.0f
+    );
   }
 }
 
+struct GramBlock {
+  GramWarp warps[kGramWarps];
+  alignas(16) float beta[kMaxChunk];
+  int64_t q;
+  int32_t first, num_tokens;
+  bool found;
+};
+
 // Grid: num_q * Cp / kGramWarps blocks.
-template <bool kGram>
+template <bool kGram, int kGramBatch>
 __global__ void __launch_bounds__(kGramWarps * 32) sdm_gram_kernel(
     const __grid_constant__ SdmPhase1Params p
 ) {
-  __shared__ GramWarp s_warps[kGramWarps];
+  __shared__ GramBlock s;
   const SdmDims& dims = p.in.dims;
   const int32_t Cp = p.records.Cp;
-  const int32_t blocks = Cp / kGramWarps;
-  const int64_t q = blockIdx.x / blocks;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32);
-  const int32_t i = static_cast<int32_t>(blockIdx.x % blocks) * kGramWarps + warp;
-  ChunkPlace place;
-  if (!find_chunk(dims, p.in.sequences, p.window, q, &place)) {
+  GramWarp* own = s.warps + warp;
+  wait_for_previous();
+  if (threadIdx.x == 0) {  // for all: the divisions are long
+    const uint32_t blocks = static_cast<uint32_t>(Cp / kGramWarps);
+    const uint32_t q = blockIdx.x / blocks;
+    ChunkPlace place{0, 0, 0, 0};
+    s.q = q;
+    s.first = static_cast<int32_t>(blockIdx.x - q * blocks) * kGramWarps;
+    s.found = find_chunk(dims, p.in.sequences, p.window, q, &place);
+    s.num_tokens = static_cast<int32_t>(place.num_tokens);
+  }
+  if constexpr (kGram) {
+    for (int32_t j = lane * 4; j < 2 * kMaxChunk; j += 128) {
+      *reinterpret_cast<float4*>(own->rows + j) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+  __syncthreads();  // the chunk is known; the rows are clear before other lanes add to them
+  if (!s.found) {
     return;
   }
-  GramWarp* s = s_warps + warp;
+  const int64_t q = s.q;
+  const int32_t i = s.first + warp;
   if constexpr (kGram) {
-    for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < 2 * kMaxChunk; j += 32) {
-      s->rows[j] = 0.0f;
-    }
-    __syncwarp();  // the rows are clear before other lanes add to them
+    const int32_t j = static_cast<int32_t>(threadIdx.x);
+    static_assert(kMaxChunk == kGramWarps * 32);
+    s.beta[j] = j < dims.C ? p.records.beta[q * dims.C + j] : 0.0f;
   }
   if (i < dims.C) {
-    token_records<kGram>(p, q, i, s);
+    token_records<kGram, kGramBatch>(p, q, i, own);
   }
   if constexpr (kGram) {
+    __syncthreads();  // beta is there
     const int64_t row_at = (q * Cp + i) * Cp;
-    const float* beta = p.records.beta + q * dims.C;
-    const bool live = i < place.num_tokens;
-    store_gram_row(beta, live ? i : 0, Cp, s->rows, p.scaled_a + row_at);
-    store_gram_row(beta, live ? i + 1 : 0, Cp, s->rows + kMaxChunk, p.records.qk + row_at);
+    const bool live = i < s.num_tokens;
+    const int32_t end = i / 16 * 16 + 16;
+    store_gram_row(s.beta, live ? i : 0, end, own->rows, p.scaled_a + row_at);
+    store_gram_row(s.beta, live ? i + 1 : 0, end, own->rows + kMaxChunk, p.records.qk + row_at);
   }
 }
 

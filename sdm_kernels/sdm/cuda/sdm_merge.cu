@@ -5,6 +5,7 @@
 //! needs no second pass over its tokens. A block takes 32 columns of a chunk, which lie in shared
 //! memory, a warp 16 rows. It costs C^3 / 3 operations a chunk and stream, on tensor cores.
 
+#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
 #include "sdm_kernels/sdm/cuda/sdm_merge.h"
 #include "sdm_kernels/sdm/cuda/sdm_product.cuh"
 
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(kSolveThreads, kTerms == 1 ? 2 : 1) sdm_merge_
   const int panels = (Cp + kMergeColumns - 1) / kMergeColumns;
   const int64_t q = blockIdx.x / panels;
   const int first = static_cast<int>(blockIdx.x % panels) * kMergeColumns;
+  wait_for_previous();
   ChunkPlace place;
   if (!find_chunk(p.dims, p.sequences, p.window, q, &place) || first >= place.num_tokens) {
     return;
@@ -120,17 +122,15 @@ cudaError_t launch_sdm_merge(
   if (blocks == 0 || records.n == 0) {
     return cudaSuccess;
   }
-  if (blocks > INT32_MAX) {
-    return cudaErrorInvalidValue;
+  void (*const kernel)(SdmMergeParams) =
+      bank_dtype == DType::kF32 ? &sdm_merge_kernel<3> : &sdm_merge_kernel<1>;
+  bool overlap = false;
+  const cudaError_t error = may_overlap(reinterpret_cast<const void*>(kernel), &overlap);
+  if (error != cudaSuccess) {
+    return error;
   }
-  const auto grid = static_cast<unsigned>(blocks);
-  const auto bytes = static_cast<size_t>(FragmentRows<kMergeColumns>::bytes(records.Cp));
-  if (bank_dtype == DType::kF32) {
-    sdm_merge_kernel<3><<<grid, kSolveThreads, bytes, stream>>>(p);
-  } else {
-    sdm_merge_kernel<1><<<grid, kSolveThreads, bytes, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const int64_t bytes = FragmentRows<kMergeColumns>::bytes(records.Cp);
+  return launch_blocks(kernel, p, blocks, kSolveThreads, bytes, stream, overlap);
 }
 
 }  // namespace sdm

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Phase 1 of the CUDA kernels: workspace and launches.
 //!
-//! sort (count and place, once for every 8 bits of a slot) -> scan -> entries -> gram [-> solve],
-//! see the .cuh files. Without `gram` the gram kernel only writes the records by lane.
+//! sort -> scan -> entries -> gram [-> solve], see the .cuh files. A sort is one kernel where a
+//! chunk fits the shared memory of a block or two, else count and place for every 8 bits of a slot.
+//! Blocks of a stage come in while the one before it ends. Without `gram` the gram kernel only
+//! writes the records by lane.
 #include <algorithm>
 
 #include <cuda_runtime_api.h>
 
 #include "sdm_kernels/cuda/device_carver.h"
+#include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
 #include "sdm_kernels/sdm/cuda/sdm_entries.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_gram.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_phase1.h"
@@ -15,6 +18,7 @@
 #include "sdm_kernels/sdm/cuda/sdm_sequences.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_solve.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_sort.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_sort_chunk.cuh"
 
 namespace sdm {
 namespace {
@@ -116,41 +120,93 @@ void launch_sort_pass(const SdmPhase1Params& p, cudaStream_t stream) {
 }
 
 template <typename Word>
-cudaError_t launch_entries(Plan* plan, cudaStream_t stream) {
-  SdmPhase1Params& p = plan->params;
+cudaError_t launch_sort_passes(SdmPhase1Params p, cudaStream_t stream) {
   launch_sort_pass<Word, true>(p, stream);
-  for (p.pass = 1; p.pass < plan->passes; ++p.pass) {
+  for (p.pass = 1; p.pass < p.passes; ++p.pass) {
     launch_sort_pass<Word, false>(p, stream);
-  }
-  const unsigned blocks = static_cast<unsigned>(p.records.num_q * p.tiles);
-  cuda::sdm_scan_kernel<Word><<<blocks, cuda::kThreads, 0, stream>>>(p);
-  cuda::sdm_entries_kernel<Word><<<blocks, cuda::kThreads, 0, stream>>>(p);
-  const unsigned rows = static_cast<unsigned>(p.records.num_q * (p.records.Cp / cuda::kGramWarps));
-  if (p.gram) {
-    cuda::sdm_gram_kernel<true><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
-  } else {
-    cuda::sdm_gram_kernel<false><<<rows, cuda::kGramWarps * 32, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }
 
-cudaError_t launch_sdm_solve(const SdmPhase1Params& p, cudaStream_t stream) {
-  const int64_t blocks = p.records.num_q * ceil_div(p.records.Cp, cuda::kPanel);
-  const int64_t smem = cuda::solve_smem(p.records.Cp);
-  if (smem > 48 * 1024) {  // beyond what needs no permission
-    const cudaError_t error = cudaFuncSetAttribute(
-        &cuda::sdm_solve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)
-    );
-    if (error != cudaSuccess) {
-      return error;
+template <typename Word>
+cudaError_t launch_sort(
+    const SdmPhase1Params& p, const cuda::CardLimits& card, cudaStream_t stream
+) {
+  if constexpr (sizeof(Word) == 4) {
+    switch (cuda::chunk_sort_blocks(p, card)) {
+      case 1:
+        if (p.records.n <= 256 * cuda::kChunkItems) {
+          return cuda::launch_sort_chunk<256, 1>(p, card, stream);
+        }
+        if (p.records.n <= 512 * cuda::kChunkItems) {
+          return cuda::launch_sort_chunk<512, 1>(p, card, stream);
+        }
+        return cuda::launch_sort_chunk<1024, 1>(p, card, stream);
+      case 2:
+        return cuda::launch_sort_chunk<1024, 2>(p, card, stream);
+      default:
+        break;
     }
   }
-  cuda::sdm_solve_kernel<<<
-      static_cast<unsigned>(blocks),
+  return launch_sort_passes<Word>(p, stream);
+}
+
+template <int kBatch>
+cudaError_t launch_gram(
+    const SdmPhase1Params& p, const cuda::CardLimits& card, cudaStream_t stream
+) {
+  return cuda::launch_blocks(
+      p.gram ? &cuda::sdm_gram_kernel<true, kBatch> : &cuda::sdm_gram_kernel<false, kBatch>,
+      p,
+      p.records.num_q * (p.records.Cp / cuda::kGramWarps),
+      cuda::kGramWarps * 32,
+      0,
+      stream,
+      card.overlap
+  );
+}
+
+cudaError_t launch_solve(
+    const SdmPhase1Params& p, const cuda::CardLimits& card, cudaStream_t stream
+) {
+  return cuda::launch_blocks(
+      &cuda::sdm_solve_kernel,
+      p,
+      p.records.num_q * ceil_div(p.records.Cp, cuda::kPanel),
       cuda::kSolveThreads,
-      static_cast<size_t>(smem),
-      stream>>>(p);
-  return cudaGetLastError();
+      cuda::solve_smem(p.records.Cp),
+      stream,
+      card.overlap
+  );
+}
+
+template <typename Word>
+cudaError_t launch_stages(
+    const SdmPhase1Params& p, const cuda::CardLimits& card, cudaStream_t stream
+) {
+  const int64_t tiles = p.records.num_q * p.tiles;
+  SDM_RETURN_IF_ERROR(launch_sort<Word>(p, card, stream));
+  SDM_RETURN_IF_ERROR(
+      cuda::launch_blocks(
+          &cuda::sdm_scan_kernel<Word>, p, tiles, cuda::kThreads, 0, stream, card.overlap
+      )
+  );
+  SDM_RETURN_IF_ERROR(
+      cuda::launch_blocks(
+          &cuda::sdm_entries_kernel<Word>, p, tiles, cuda::kThreads, 0, stream, card.overlap
+      )
+  );
+  switch (cuda::gram_batch(p.in.dims.W + p.in.dims.R)) {
+    case 1:
+      SDM_RETURN_IF_ERROR(launch_gram<1>(p, card, stream));
+      break;
+    case 2:
+      SDM_RETURN_IF_ERROR(launch_gram<2>(p, card, stream));
+      break;
+    default:
+      SDM_RETURN_IF_ERROR(launch_gram<4>(p, card, stream));
+  }
+  return p.gram ? launch_solve(p, card, stream) : cudaSuccess;
 }
 
 }  // namespace
@@ -211,12 +267,13 @@ cudaError_t launch_sdm_phase1(
   if (records->num_q == 0 || records->n == 0) {
     return cudaSuccess;
   }
-  error =
-      plan.wide ? launch_entries<uint64_t>(&plan, stream) : launch_entries<uint32_t>(&plan, stream);
-  if (error != cudaSuccess || !gram) {
-    return error;
-  }
-  return launch_sdm_solve(plan.params, stream);
+  cuda::CardLimits card;
+  SDM_RETURN_IF_ERROR(cuda::card_limits(&card));
+  SDM_RETURN_IF_ERROR(
+      cuda::may_overlap(reinterpret_cast<const void*>(&cuda::sdm_solve_kernel), &card.overlap)
+  );
+  return plan.wide ? launch_stages<uint64_t>(plan.params, card, stream)
+                   : launch_stages<uint32_t>(plan.params, card, stream);
 }
 
 }  // namespace sdm

@@ -37,7 +37,7 @@ namespace sdm {
 //
 // What consumers may rely on: entries, pairs and groups are written up to the counts of the
 // chunk; lane and position for all n lanes; beta is 0 from the chunk's number of tokens on; rows
-// and columns of inverse and qk are zero from there on, the diagonal of inverse included.
+// of inverse and qk are zero from there on, the diagonal of inverse included.
 // group_count is {0, 0} where there is no chunk. Errors: cudaErrorInvalidValue when C > 256 or a
 // size is beyond the grid, else those of the launches.
 [[nodiscard]] cudaError_t launch_sdm_phase1(

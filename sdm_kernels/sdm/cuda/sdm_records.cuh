@@ -48,9 +48,10 @@ struct SdmRecords {
   int2* group_count;     // [q] {groups with writes, all groups}
   int32_t* entry_count;  // [q] sorted entries
   float* beta;           // [q][C]
-  float*
-      inverse;  // [q][Cp][Cp] (I + A diag(beta))^-1, lower triangular, zero beyond the last token
-  float* qk;    // [q][Cp][Cp] QK[i,j] * beta[j], lower triangular, zero elsewhere
+  // Lower triangular, zero beyond the last token; not written beyond the block of 32 (qk: 16)
+  // columns that has a row's diagonal.
+  float* inverse;  // [q][Cp][Cp] (I + A diag(beta))^-1
+  float* qk;       // [q][Cp][Cp] QK[i,j] * beta[j]
 };
 
 constexpr int32_t kOwnerBit = 1 << 30;

@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kThreads) sdm_scan_kernel(
   constexpr int kItems = kTile / kThreads;
   __shared__ __align__(16) ScanStorage s;
   const TilePlace at = tile_place(p.tiles);
+  wait_for_previous();
   ChunkPlace place;
   if (!find_chunk(p.in.dims, p.in.sequences, p.window, at.q, &place)) {
     return;

@@ -139,6 +139,7 @@ __global__ void __launch_bounds__(kSolveThreads) sdm_solve_kernel(
   // the first panels, which have most rows, come first
   const int64_t q = blockIdx.x % p.records.num_q;
   const int32_t first = static_cast<int32_t>(blockIdx.x / p.records.num_q) * kPanel;
+  wait_for_previous();
   ChunkPlace place;
   if (!find_chunk(p.in.dims, p.in.sequences, p.window, q, &place)) {
     return;
@@ -156,11 +157,9 @@ __global__ void __launch_bounds__(kSolveThreads) sdm_solve_kernel(
   }
   close_copies();
   if (tid % 8 * 4 < width) {
-    for (int32_t row = tid / 8; row < Cp; row += kSolveThreads / 8) {
-      if (row < first || row >= end) {
-        *reinterpret_cast<float4*>(out + static_cast<int64_t>(row) * Cp + tid % 8 * 4) =
-            make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
+    for (int32_t row = max(first, end) + tid / 8; row < Cp; row += kSolveThreads / 8) {
+      *reinterpret_cast<float4*>(out + static_cast<int64_t>(row) * Cp + tid % 8 * 4) =
+          make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
   int stage = 0;

@@ -12,12 +12,13 @@
 //! places from the counts of all tiles of its chunk, ranks its words in warps, and writes them
 //! through shared memory, so that words of one digit leave together. The first pass makes slots of
 //! the ids, and of these the words; the last one tells every lane its place. Bytes a lane: 4 or 8
-//! of the id in, 8 out, then three words a pass.
+//! of the id in, 8 out, then three words a pass. Most chunks are sorted by sdm_sort_chunk.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "sdm_kernels/cuda/raw_load.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_chunk.cuh"
 #include "sdm_kernels/sdm/cuda/sdm_records.cuh"
 
 namespace sdm::cuda {
@@ -129,9 +130,19 @@ __device__ __forceinline__ unsigned match_bits(unsigned x, unsigned among) {
   unsigned peers = among;
 #pragma unroll
   for (int bit = 0; bit < kBits; ++bit) {
-    const bool one = (x >> bit & 1u) != 0;
-    const unsigned ones = __ballot_sync(kAllLanes, one);
-    peers &= one ? ones : ~ones;
+    unsigned same;
+    asm volatile(
+        "{\n"
+        ".reg .pred one;\n"
+        "and.b32 %0, %1, %2;\n"
+        "setp.ne.u32 one, %0, 0;\n"
+        "vote.sync.ballot.b32 %0, one, 0xffffffff;\n"
+        "@!one not.b32 %0, %0;\n"
+        "}"
+        : "=&r"(same)
+        : "r"(x), "r"(1u << bit)
+    );
+    peers &= same;
   }
   return peers;
 }

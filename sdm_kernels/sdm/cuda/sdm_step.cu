@@ -3,6 +3,7 @@
 
 #include "sdm_kernels/sdm/cuda/sdm_cuda_plan.h"
 #include "sdm_kernels/sdm/cuda/sdm_step.cuh"
+#include "sdm_kernels/sdm/cuda/sdm_step_early.cuh"
 
 namespace sdm {
 namespace {
@@ -84,7 +85,15 @@ cudaError_t starts_early(bool* early) {
   return cudaSuccess;
 }
 
-template <typename S, typename View, bool kAligned, int kLanes, int kSets, int kHeld, bool kMore>
+template <
+    typename S,
+    typename View,
+    bool kAligned,
+    int kLanes,
+    int kSets,
+    int kHeld,
+    bool kMore,
+    bool kEarly = false>
 cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
   const SdmFwdParams& base = params.base;
   const SdmDims& dims = base.dims;
@@ -114,7 +123,13 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
   make_view(in.beta, dims, &p.beta);
   make_view(in.v, dims, &p.v);
   p.out = base.out;
-  const auto kernel = &cuda::sdm_step_kernel<S, View, kAligned, kLanes, kSets, kHeld, kMore>;
+  const auto kernel = [] {
+    if constexpr (kEarly) {
+      return &cuda::sdm_step_early_kernel<S, View, kLanes, kSets, kHeld>;
+    } else {
+      return &cuda::sdm_step_kernel<S, View, kAligned, kLanes, kSets, kHeld, kMore>;
+    }
+  }();
   const int64_t smem = cuda::step_smem<S, kLanes, kSets, kHeld>(dims.W, dims.R);
   if (smem > 48 * 1024) {  // beyond what needs no permission
     SDM_RETURN_IF_ERROR(cudaFuncSetAttribute(
@@ -173,6 +188,8 @@ cudaError_t launch_sdm_step(const SdmCudaFwdParams& params, cudaStream_t stream)
   const bool aligned = cuda::aligned_bank(base.bank, base.bank_dtype, dims.D);
   const bool rows = have_rows(base.tokens, dims) && base.bank.stride[2] >= 0 &&
                     base.bank.stride[2] <= INT32_MAX / 8;
+  bool early = false;
+  SDM_RETURN_IF_ERROR(starts_early(&early));
   double blocks = 0;
   SDM_RETURN_IF_ERROR(blocks_each(dims, 16 / element_size(base.bank_dtype), 8, &blocks));
   const int64_t lanes = std::max(dims.W, dims.R);
@@ -184,13 +201,23 @@ cudaError_t launch_sdm_step(const SdmCudaFwdParams& params, cudaStream_t stream)
     if (!rows || lanes > 4 * cuda::kStepGroups) {
       return launch<S, StepStrides, true, 8, 1, 4, true>(params, stream);
     }
-    // narrow slices while there are too few blocks for the device, wide ones when it is full
+    // Narrow slices while there are too few blocks for the device, wide ones when it is full. What
+    // starts early costs a full device more than it saves.
     if (lanes > 2 * cuda::kStepGroups) {
-      return blocks < 0.75 ? launch<S, StepRows, true, 4, 1, 4, false>(params, stream)
-                           : launch<S, StepRows, true, 8, 1, 4, false>(params, stream);
+      if (blocks >= 0.75) {
+        return launch<S, StepRows, true, 8, 1, 4, false>(params, stream);
+      }
+      return early ? launch<S, StepRows, true, 4, 1, 4, false, true>(params, stream)
+                   : launch<S, StepRows, true, 4, 1, 4, false>(params, stream);
     }
-    return blocks < 3.0 ? launch<S, StepRows, true, 8, 2, 2, false>(params, stream)
-                        : launch<S, StepRows, true, 16, 4, 2, false>(params, stream);
+    if (blocks >= 3.0) {
+      return launch<S, StepRows, true, 16, 4, 2, false>(params, stream);
+    }
+    if (!early) {
+      return launch<S, StepRows, true, 8, 2, 2, false>(params, stream);
+    }
+    return blocks < 1.0 ? launch<S, StepRows, true, 8, 2, 2, false, true>(params, stream)
+                        : launch<S, StepRows, true, 16, 4, 2, false, true>(params, stream);
   });
 }
 

@@ -48,6 +48,19 @@ struct StepStrides {
   __device__ __forceinline__ int64_t lane(int a) const { return a * stride[3]; }
 };
 
+// Has a value brought into L2.
+__device__ __forceinline__ void prefetch_step_value(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
+// As load_raw, from L2, whatever L1 has: the value may have been loaded before it was written.
+__device__ __forceinline__ RawFloat load_step_value(const char* at, int high) {
+  return {
+      __ldcg(reinterpret_cast<const unsigned short*>(at)),
+      __ldcg(reinterpret_cast<const unsigned short*>(at + high))
+  };
+}
+
 template <typename View>
 __device__ __forceinline__ float raw_value(const View& view, const RawFloat& raw) {
   return raw_value(raw, view.high, view.is_half != 0);

@@ -50,6 +50,23 @@ __device__ __forceinline__ float add_parts(const float* parts) {
   }
 }
 
+__device__ __forceinline__ float4 add_four(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// The same of four columns.
+template <int kCount, int kStride>
+__device__ __forceinline__ float4 add_parts(const float4* parts) {
+  if constexpr (kCount == 1) {
+    return parts[0];
+  } else {
+    return add_four(
+        add_parts<kCount / 2, kStride>(parts),
+        add_parts<kCount / 2, kStride>(parts + kCount / 2 * (kStride / 4))
+    );
+  }
+}
+
 // to[i] = x[i] for i < kCount; `to` is aligned to the largest of 4, 8 and 16 bytes that fits.
 template <int kCount>
 __device__ __forceinline__ void store_floats(float* to, const float* x) {

@@ -8,7 +8,10 @@
 //!   sums     along the hyperbola of ranks (280), in registers
 //!   cut      the k-th largest by counting in buckets; ties by rank
 //!   order    ids with the places of their scores, sorted; values rounded once
-//! Integer compares in fixed order throughout: the result depends on nothing but the row.
+//! Integer compares in fixed order throughout: the result depends on nothing but the row. bfloat16
+//! keys are 16 bits: two a register, and exact words to sort together with their columns.
+//!
+//! A row is 1,700 instructions without a loop. The warps of a block go through them together.
 #pragma once
 
 #include <cstdint>
@@ -214,6 +217,12 @@ __device__ __forceinline__ void write_slots(
   store_run(ids + first, run_ids, num_selected - first, whole);
 }
 
+// The warps of a block go through a row's code together. Each has little use for an instruction,
+// and all by themselves they spend half of their time waiting for instructions.
+__device__ __forceinline__ void keep_pace() {
+  __syncthreads();
+}
+
 template <typename Traits>
 __device__ __forceinline__ void select_row(
     const DeviceFwdParams& params, int64_t row, PairWarp<Traits>& shared, int lane
@@ -226,22 +235,31 @@ __device__ __forceinline__ void select_row(
   const int own = lane / kHalf;
   const T* factor = scores + (own == 0 ? 0 : widths[0]);
 
-  int32_t columns[Traits::kColumns];
-  load_columns<Traits>(
-      factor, own == 0 ? widths[0] : widths[1], params.aligned, lane % kHalf, columns
-  );
-  const int32_t bound = sum_bound<Traits>(columns, num_selected, shared, lane);
+  constexpr int kKeys = Traits::kPacked ? Traits::kColumns / 2 : Traits::kColumns;
+  std::conditional_t<Traits::kPacked, uint32_t, int32_t> columns[kKeys];
+  const int width = own == 0 ? widths[0] : widths[1];
+  if constexpr (Traits::kPacked) {
+    load_packed<Traits>(factor, width, params.aligned, lane % kHalf, columns);
+  } else {
+    load_columns<Traits>(factor, width, params.aligned, lane % kHalf, columns);
+  }
+  keep_pace();
+  const int32_t bound = sum_bound<Traits>(lane_maxima(columns, lane), num_selected, shared, lane);
+  keep_pace();
   PairHalf half;
   half.low = column_bound(bound, shared.maxima[1 - own][0]);
   half.most = fast_key(shared.maxima[own][0]);
-  const uint32_t range = static_cast<uint32_t>(half.most) - static_cast<uint32_t>(half.low);
-  half.shift = min(31, __clz(static_cast<int>(range)));
+  half.shift = 0;
+  if constexpr (!Traits::kPacked) {
+    const uint32_t range = static_cast<uint32_t>(half.most) - static_cast<uint32_t>(half.low);
+    half.shift = min(31, __clz(static_cast<int>(range)));
+  }
   __syncwarp();  // the maxima have been read: the buckets may replace them
   keep_columns<Traits>(columns, scores, widths, num_selected, half, shared, lane);
   const int counts[2] = {
       __shfl_sync(kFullMask, half.count, 0), __shfl_sync(kFullMask, half.count, kHalf)
   };
-  __syncwarp();  // the kept columns are written
+  keep_pace();  // and the kept columns are written
   if constexpr (Traits::kListRegs > 2) {
     constexpr int kFew = Traits::kListRegs / 2;
     if (max(counts[0], counts[1]) <= kFew * kHalf) {
@@ -253,9 +271,13 @@ __device__ __forceinline__ void select_row(
     sort_lists<Traits, Traits::kListRegs>(factor, half, shared, lane);
   }
   int32_t keys[kSums];
+  keep_pace();
   make_sums<Traits>(shared, num_selected, bound, counts, lane, keys);
+  keep_pace();
   const int32_t cut = cut_sums<Traits>(shared, num_selected, bound, lane, keys);
+  keep_pace();
   pick_pairs<Traits>(shared, cut, lane, keys);
+  keep_pace();
   write_slots<Traits>(
       shared,
       scores,
@@ -269,28 +291,33 @@ __device__ __forceinline__ void select_row(
   );
 }
 
-// Blocks that a multiprocessor takes at most.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870)
-constexpr int kMaxBlocks = 16;
-#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-constexpr int kMaxBlocks = 24;
-#else
-constexpr int kMaxBlocks = 32;
-#endif
-
-// One warp per block, so that addresses in shared memory are constants; small rows get by with the
-// 64 registers that 32 blocks leave them.
+// Rows of a block, a warp each. Small ones get by with the 64 registers that 32 warps leave them.
 template <typename Traits>
-constexpr int pair_blocks() {
-  return Traits::kColumns <= 32 && Traits::kMaxSelected <= 64 ? kMaxBlocks : 16;
+__host__ __device__ constexpr int pair_warps() {
+  return Traits::kMaxSelected > 128 ? 4 : 8;
+}
+
+// Blocks of a multiprocessor.
+template <typename Traits>
+__host__ __device__ constexpr int pair_blocks() {
+  return (Traits::kColumns <= 32 && Traits::kMaxSelected <= 64 ? 32 : 16) / pair_warps<Traits>();
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(kWarp, pair_blocks<Traits>()) topk_pair_kernel(
-    const __grid_constant__ DeviceFwdParams params
-) {
-  __shared__ PairWarp<Traits> shared;
-  select_row<Traits>(params, params.first_row + blockIdx.x, shared, static_cast<int>(threadIdx.x));
+__global__ void __launch_bounds__(
+    pair_warps<Traits>() * kWarp, pair_blocks<Traits>()
+) topk_pair_kernel(const __grid_constant__ DeviceFwdParams params) {
+  constexpr int kWarps = pair_warps<Traits>();
+  __shared__ PairWarp<Traits> shared[kWarps];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t row = params.first_row + static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+  // behind the last row the last one once more: the same values in the same places
+  select_row<Traits>(
+      params,
+      row < params.num_rows ? row : params.num_rows - 1,
+      shared[warp],
+      static_cast<int>(threadIdx.x) % kWarp
+  );
 }
 
 }  // namespace sdm::topk

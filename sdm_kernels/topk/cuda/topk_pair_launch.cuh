@@ -16,12 +16,14 @@ namespace sdm::topk {
 template <typename T, int kCols, int kSelect>
 cudaError_t launch_pair(const DeviceFwdParams& params, cudaStream_t stream) {
   using Traits = PairTraits<T, kCols, kSelect>;
-  // A block per row, so more rows than a grid has blocks take several launches.
+  constexpr int kWarps = pair_warps<Traits>();
   DeviceFwdParams part = params;
   cudaError_t error = cudaSuccess;
-  for (; error == cudaSuccess && part.first_row < part.num_rows; part.first_row += INT32_MAX) {
-    const unsigned int grid = grid_size(part.num_rows - part.first_row);
-    topk_pair_kernel<Traits><<<grid, kWarp, 0, stream>>>(part);
+  // more rows than a grid has warps take several launches
+  for (; error == cudaSuccess && part.first_row < part.num_rows;
+       part.first_row += int64_t{INT32_MAX} * kWarps) {
+    const int64_t blocks = (part.num_rows - part.first_row + kWarps - 1) / kWarps;
+    topk_pair_kernel<Traits><<<grid_size(blocks), kWarps * kWarp, 0, stream>>>(part);
     error = cudaGetLastError();
   }
   return error;

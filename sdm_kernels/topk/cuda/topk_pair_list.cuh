@@ -11,60 +11,11 @@
 
 #include "sdm_kernels/common/dtype.h"
 #include "sdm_kernels/common/order.h"
+#include "sdm_kernels/topk/cuda/topk_pair_packed.cuh"
+#include "sdm_kernels/topk/cuda/topk_pair_traits.cuh"
 #include "sdm_kernels/topk/cuda/topk_warp.cuh"
 
 namespace sdm::topk {
-
-constexpr int kHalf = 16;
-
-// kCols: columns per lane, so factors have at most 16 * kCols. kSelect: most slots selected.
-template <typename Scalar, int kCols, int kSelect>
-struct PairTraits {
-  using scalar_t = Scalar;
-  static constexpr int kColumns = kCols;
-  static constexpr int kMaxSelected = kSelect;
-  static constexpr int kMaxWidth = kHalf * kCols;
-  static constexpr int kColumnBits = kCols == 16 ? 8 : kCols == 32 ? 9 : 10;
-  static constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // columns per load
-
-  // Columns kept per factor. About 45 of 256 normal scores for kSelect = 64 and 30 for 32.
-  static constexpr int kList = kSelect < 64 ? 64 : kSelect;
-  static constexpr int kListRegs = kList / kHalf;
-};
-
-// The shared memory of a warp.
-template <typename Traits>
-struct alignas(16) PairWarp {
-  // Before the lists are sorted: the kept columns as words (score and column).
-  union {
-    uint32_t kept[2][Traits::kList];
-    float scores[2][Traits::kList];  // [half][rank]
-  };
-
-  int32_t columns[2][Traits::kList];  // [half][rank]
-
-  // Before the first cut: the lane maxima of both factors, descending.
-  union {
-    CutShared search;
-    float maxima[2][kWarp];
-  };
-
-  uint32_t picks[Traits::kMaxSelected];
-};
-
-// What a lane knows about its half; equal in all its lanes.
-struct PairHalf {
-  int32_t low;   // keys below it are dropped
-  int32_t most;  // largest key
-  int shift;     // of (key - low) in the words that are sorted: its highest bit comes to the top
-  int count;     // columns kept
-};
-
-template <typename Traits>
-__device__ __forceinline__ int column_of(int sub, int element) {
-  constexpr int kVector = Traits::kVector;
-  return sub * kVector + element / kVector * (kHalf * kVector) + element % kVector;
-}
 
 // Keys of the columns of this lane; kLowestKey behind the last column.
 template <typename Traits>
@@ -106,22 +57,40 @@ __device__ __forceinline__ void load_columns(
   }
 }
 
-// A key that the c-th largest sum is not below: of the lane maxima (two per lane) sorted, any two
-// of ranks r and q with r * q >= c are not above the columns of those ranks.
-template <typename Traits>
-__device__ __forceinline__ int32_t sum_bound(
-    const int32_t (&keys)[Traits::kColumns], int num_sums, PairWarp<Traits>& shared, int lane
-) {
+// The best two columns of every lane, sorted in each half; NaN where there is no column.
+template <int kCols>
+__device__ __forceinline__ float2 lane_maxima(const int32_t (&keys)[kCols], int lane) {
   int32_t best[2] = {keys[0], keys[1]};
 #pragma unroll
-  for (int e = 2; e < Traits::kColumns; e += 2) {
+  for (int e = 2; e < kCols; e += 2) {
     best[0] = max(best[0], keys[e]);
     best[1] = max(best[1], keys[e + 1]);
   }
   sort_descending<kHalf>(best, lane);
-  reinterpret_cast<float2*>(&shared.maxima[0][0])[lane] =
-      make_float2(key_score(best[0]), key_score(best[1]));  // NaN where there is no column
-  __syncwarp();                                             // the maxima are written
+  return make_float2(key_score(best[0]), key_score(best[1]));
+}
+
+template <int kCount>
+__device__ __forceinline__ float2 lane_maxima(const uint32_t (&keys)[kCount], int lane) {
+  uint32_t both = keys[0];
+#pragma unroll
+  for (int e = 1; e < kCount; ++e) {
+    both = larger_keys(both, keys[e]);
+  }
+  int32_t best[2] = {static_cast<int32_t>(both << 16), static_cast<int32_t>(both & kKeyMask)};
+  sort_descending<kHalf>(best, lane);
+  return make_float2(
+      word_score(static_cast<uint32_t>(best[0])), word_score(static_cast<uint32_t>(best[1]))
+  );
+}
+
+// A key that the c-th largest sum is not below: of the lane maxima (two per lane) sorted, any two
+// of ranks r and q with r * q >= c are not above the columns of those ranks.
+template <typename Traits>
+__device__ __forceinline__ int32_t
+sum_bound(float2 best, int num_sums, PairWarp<Traits>& shared, int lane) {
+  reinterpret_cast<float2*>(&shared.maxima[0][0])[lane] = best;
+  __syncwarp();  // the maxima are written
   // Rank lane + 1 of factor 0 with the smallest rank of factor 1 that makes c pairs.
   const float quotient =
       __fdividef(static_cast<float>(num_sums + lane) + 0.5f, static_cast<float>(lane + 1));
@@ -149,6 +118,9 @@ __device__ __forceinline__ int32_t column_bound(int32_t bound, float best_partne
 // top, and the column in the place of the lowest bits. Exact if shift >= kColumnBits.
 template <typename Traits>
 __device__ __forceinline__ uint32_t sort_word(int32_t key, const PairHalf& half, int column) {
+  if constexpr (Traits::kPacked) {
+    return (static_cast<uint32_t>(key) & kKeyMask) | static_cast<uint32_t>(column);
+  }
   constexpr uint32_t kColumnMask = (1u << Traits::kColumnBits) - 1u;
   // (key - low) << shift as one multiplication and addition.
   const uint32_t scale = 1u << half.shift;
@@ -214,10 +186,66 @@ __device__ __noinline__ void keep_best(
   }
 }
 
-// Puts the columns that reach the bound of their half into shared.kept, in any order.
+// How many of this lane's columns reach the bound.
 template <typename Traits>
+__device__ __forceinline__ int count_columns(
+    const int32_t (&keys)[Traits::kColumns], const PairHalf& half
+) {
+  int count = 0;
+#pragma unroll
+  for (int e = 0; e < Traits::kColumns; ++e) {
+    add_if_ge(count, keys[e], half.low, 1);
+  }
+  return count;
+}
+
+// Writes them.
+template <typename Traits>
+__device__ __forceinline__ void write_columns(
+    const int32_t (&keys)[Traits::kColumns], const PairHalf& half, int sub, uint32_t* to
+) {
+  SharedWriter writer(to);
+#pragma unroll
+  for (int e = 0; e < Traits::kColumns; ++e) {
+    const uint32_t word = sort_word<Traits>(keys[e], half, column_of<Traits>(sub, e));
+    writer.push_if_ge(word, keys[e], half.low);
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ int count_columns(
+    const uint32_t (&keys)[Traits::kColumns / 2], const PairHalf& half
+) {
+  const int32_t low = packed_bound(half.low);
+  int count = 0;
+#pragma unroll
+  for (int e = 0; e < Traits::kColumns / 2; ++e) {
+    add_if_ge(count, static_cast<int32_t>(keys[e] << 16), low, 1);
+    add_if_ge(count, static_cast<int32_t>(keys[e]), low, 1);  // the lower half decides nothing
+  }
+  return count;
+}
+
+template <typename Traits>
+__device__ __forceinline__ void write_columns(
+    const uint32_t (&keys)[Traits::kColumns / 2], const PairHalf& half, int sub, uint32_t* to
+) {
+  const int32_t low = packed_bound(half.low);
+  SharedWriter writer(to);
+#pragma unroll
+  for (int e = 0; e < Traits::kColumns; e += 2) {
+    const uint32_t column = static_cast<uint32_t>(column_of<Traits>(sub, e));
+    const uint32_t first = packed_word<false>(keys[e / 2], column);
+    const uint32_t second = packed_word<true>(keys[e / 2], column + 1);
+    writer.push_if_ge(first, static_cast<int32_t>(first), low);
+    writer.push_if_ge(second, static_cast<int32_t>(second), low);
+  }
+}
+
+// Puts the columns that reach the bound of their half into shared.kept, in any order.
+template <typename Traits, typename Keys>
 __device__ __forceinline__ void keep_columns(
-    const int32_t (&keys)[Traits::kColumns],
+    const Keys& keys,
     const typename Traits::scalar_t* scores,
     const int (&widths)[2],
     int num_selected,
@@ -226,21 +254,12 @@ __device__ __forceinline__ void keep_columns(
     int lane
 ) {
   const int sub = lane % kHalf;
-  int count = 0;
-#pragma unroll
-  for (int e = 0; e < Traits::kColumns; ++e) {
-    add_if_ge(count, keys[e], half.low, 1);
-  }
+  const int count = count_columns<Traits>(keys, half);
   const int upto = scan_lanes<kHalf>(count);
   half.count = __shfl_sync(kFullMask, upto, kHalf - 1, kHalf);
   const bool overflows = half.count > Traits::kList;
   if (!overflows) {
-    SharedWriter writer(shared.kept[lane / kHalf] + (upto - count));
-#pragma unroll
-    for (int e = 0; e < Traits::kColumns; ++e) {
-      const uint32_t word = sort_word<Traits>(keys[e], half, column_of<Traits>(sub, e));
-      writer.push_if_ge(word, keys[e], half.low);
-    }
+    write_columns<Traits>(keys, half, sub, shared.kept[lane / kHalf] + (upto - count));
   }
   const uint32_t overflowing = __ballot_sync(kFullMask, overflows);
   if (overflowing != 0) {
@@ -325,25 +344,24 @@ __device__ __noinline__ void repair_order(
   }
 }
 
-// Sorts the kept columns, at most 16 * kRegs of each factor, and writes the lists. Ranks from
-// half.count on get -inf: whatever they are paired with is below the bound.
+// Sorts the kept words of a half, at most 16 * kRegs: scores and columns of this lane's ranks.
 template <typename Traits, int kRegs>
-__device__ __forceinline__ void sort_lists(
+__device__ __forceinline__ void sort_exact(
     const typename Traits::scalar_t* factor,
     const PairHalf& half,
-    PairWarp<Traits>& shared,
-    int lane
+    const uint32_t* kept,
+    int lane,
+    float (&scores)[kRegs],
+    int32_t (&columns)[kRegs]
 ) {
-  const int own = lane / kHalf;
   const int first = lane % kHalf * kRegs;
   uint32_t words[kRegs];
 #pragma unroll
   for (int r = 0; r < kRegs; ++r) {
-    words[r] = first + r < half.count ? shared.kept[own][first + r] : 0u;
+    words[r] = first + r < half.count ? kept[first + r] : 0u;
   }
   sort_descending<kHalf>(words, lane);
   int32_t keys[kRegs];
-  int32_t columns[kRegs];
   constexpr uint32_t kColumnMask = (1u << Traits::kColumnBits) - 1u;
 #pragma unroll
   for (int r = 0; r < kRegs; ++r) {
@@ -380,10 +398,56 @@ __device__ __forceinline__ void sort_lists(
       }
     }
   }
+#pragma unroll
+  for (int r = 0; r < kRegs; ++r) {
+    scores[r] = key_score(keys[r]);
+  }
+}
+
+template <typename Traits, int kRegs>
+__device__ __forceinline__ void sort_packed(
+    const PairHalf& half,
+    const uint32_t* kept,
+    int lane,
+    float (&scores)[kRegs],
+    int32_t (&columns)[kRegs]
+) {
+  const int first = lane % kHalf * kRegs;
+  int32_t words[kRegs];
+#pragma unroll
+  for (int r = 0; r < kRegs; ++r) {
+    words[r] = first + r < half.count ? static_cast<int32_t>(kept[first + r]) : INT32_MIN;
+  }
+  sort_descending<kHalf>(words, lane);
+#pragma unroll
+  for (int r = 0; r < kRegs; ++r) {
+    columns[r] = words[r] & 0xffff;
+    scores[r] = word_score(static_cast<uint32_t>(words[r]));
+  }
+}
+
+// Sorts the kept columns, at most 16 * kRegs of each factor, and writes the lists. Ranks from
+// half.count on get -inf: whatever they are paired with is below the bound.
+template <typename Traits, int kRegs>
+__device__ __forceinline__ void sort_lists(
+    const typename Traits::scalar_t* factor,
+    const PairHalf& half,
+    PairWarp<Traits>& shared,
+    int lane
+) {
+  const int own = lane / kHalf;
+  const int first = lane % kHalf * kRegs;
+  float list_scores[kRegs];
+  int32_t columns[kRegs];
+  if constexpr (Traits::kPacked) {
+    sort_packed<Traits>(half, shared.kept[own], lane, list_scores, columns);
+  } else {
+    sort_exact<Traits>(factor, half, shared.kept[own], lane, list_scores, columns);
+  }
   __syncwarp();  // everybody has read the words that the scores replace
 #pragma unroll
   for (int r = 0; r < kRegs; ++r) {
-    shared.scores[own][first + r] = first + r < half.count ? key_score(keys[r]) : -INFINITY;
+    shared.scores[own][first + r] = first + r < half.count ? list_scores[r] : -INFINITY;
     shared.columns[own][first + r] = columns[r];
   }
 #pragma unroll
