@@ -85,11 +85,15 @@ def test_every_op_guards_its_device_and_takes_its_stream():
     ops = "\n".join(source(path) for path in sorted((ROOT / "torch-ext").glob("*_ops.h")))
     bodies = functions(r"\w+", ops)
     assert sorted(names) == sorted(bodies)
+    shared = re.search(r"void launch_in_workspace\((.*?)^\}", backend, re.S | re.M)
+    assert "launch(params, workspace.mutable_data_ptr(), backend.stream())" in shared.group(1)
     launches = functions(r"run_\w+", "\n".join(source(path) for path in CUDA_TORCH))
     for name, body in bodies.items():
         guard, launch = body.find("const Backend backend("), re.search(r"\b(run_\w+)\(", body)
         assert 0 <= guard < launch.start(), f"{name} guards no device"
-        assert "backend.stream()" in launches[launch.group(1)], f"{launch.group(1)}: which stream?"
+        launched = launches[launch.group(1)]
+        named = "backend.stream()" in launched or "launch_in_workspace(backend, " in launched
+        assert named, f"{launch.group(1)}: which stream?"
 
 
 def test_the_rules_find_what_they_are_for():
