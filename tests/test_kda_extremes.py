@@ -260,3 +260,12 @@ def test_case_table_of_the_specification(sdm, device):
                 dtype=torch.bfloat16,
             )  # fmt: skip
             check_case(sdm, case, device)
+
+
+@pytest.mark.parametrize("decay", [-2.44, -4.0])
+def test_values_that_end(sdm, device, decay):
+    """Without values the state fades, below what float16 holds, and stays what it is."""
+    case = KdaCase("ends", B=1, T=400, K=64, V=64, dtype=torch.bfloat16, decay=decay)
+    inputs = make(case.but(parameters=False), device)
+    inputs.v[:, 64:] = 0
+    check(sdm, inputs)

@@ -19,6 +19,8 @@ CASES = [
     BASE.but(T=1200, K=128, form="softplus", initial=False),
     BASE.but(T=2100, H=2, form="activated", decay=-0.002, strength="activated"),
     BASE.but(T=1100, H=2, similar=0.8, strength="sigmoid", decay=-6.0, parameters=False),
+    # What a chunk leaves of the state, 2^-37, is 0 in float16 and not in float32.
+    BASE.but(T=2100, K=128, decay=-2.44, parameters=False),
     BASE.but(lengths=(1024, 0, 1100, 3)),
     BASE.but(lengths=(5, 2050, 70), integer=torch.int32, HV=1),
 ]

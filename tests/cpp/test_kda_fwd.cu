@@ -228,6 +228,11 @@ std::vector<Test> all_tests() {
       },
       3.4e-3
   );
+  // What a chunk leaves of a transition is 0 in fp16 and not in float.
+  add("segments, decay of 2^-37 a chunk", [](KdaCase* c) {
+    c->T = 2500, c->gate_dtype = DType::kF32, c->gate_mean = -2.44, c->gate_spread = 0.05;
+    c->A_log = c->dt_bias = false;
+  });
   add("segments, packed",
       [](KdaCase* c) { c->lengths = {1024, 0, 1025, 2300, 1, 63, 2048}, c->T = 6461; });
   const auto long_windows = [](KdaCase* c) {

@@ -161,7 +161,8 @@ struct ScanState {
     return {out.low * scale.low.inverse, out.high * scale.high.inverse};
   }
 
-  // The same from the operand that was made of it.
+  // The same from the operand that was made of it, where what is too small for fp16 counts as its
+  // smallest number: a state that is 0 there and not in float may not be taken for nothing.
   __device__ __forceinline__ ColumnPeaks peaks(const uint32_t (&operand)[kK / 16][4]) const {
     uint32_t low = 0, high = 0;
 #pragma unroll
@@ -173,7 +174,11 @@ struct ScanState {
     }
     const float2 a = unpack_f16(low);
     const float2 b = unpack_f16(high);
-    return {fmaxf(a.x, a.y) * scale.low.inverse, fmaxf(b.x, b.y) * scale.high.inverse};
+    constexpr float kSmallest = 1.0f / (1 << 24);
+    return {
+        fmaxf(fmaxf(a.x, a.y), kSmallest) * scale.low.inverse,
+        fmaxf(fmaxf(b.x, b.y), kSmallest) * scale.high.inverse
+    };
   }
 
   // To and from the next window, with the peaks that choose the scales of its first chunk.
