@@ -207,6 +207,11 @@ std::vector<Test> all_tests() {
   add("segments, slow decay, K=128, V=64",
       [](KdaCase* c) { c->gate_mean = -7, c->T = 3000, c->V = 64, c->d_final = false; });
   add("segments, no norm", [](KdaCase* c) { c->l2norm = false, c->gate_mean = -2, c->T = 1500; });
+  // What a chunk leaves of a transition is 0 in fp16 and not in float.
+  add("segments, decay of 2^-37 a chunk", [](KdaCase* c) {
+    c->T = 2500, c->HV = 1, c->gate_mean = -2.44, c->gate_spread = 0.05;
+    c->A_log = c->dt_bias = false;
+  });
   add("segments, packed", [](KdaCase* c) {
     c->lengths = {1024, 0, 1025, 2300, 1, 63}, c->T = 4413, c->saved = 0, c->A_log = false;
   });
