@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -73,6 +74,10 @@ struct Problem {
   int64_t pool;
   std::vector<int64_t> rows;  // of the pool, by sequence
   Tensor write_idx, read_idx, write_val, read_val, v, beta, g, bank, out, state;
+
+  std::array<Tensor*, 10> tensors() {
+    return {&write_idx, &read_idx, &write_val, &read_val, &v, &beta, &g, &bank, &out, &state};
+  }
 };
 
 inline int64_t id_of(const Tensor& x, bool wide, int64_t at) {
@@ -165,33 +170,13 @@ inline void make(const Case& c, Problem* p) {
     p->rows.push_back(c.pool ? (n % 3 == 1 ? -1 : p->pool - 1 - n) : n);
     set_id(&p->state, true, n, p->rows.back());
   }
-  for (Tensor* x :
-       {&p->write_idx,
-        &p->read_idx,
-        &p->write_val,
-        &p->read_val,
-        &p->v,
-        &p->beta,
-        &p->g,
-        &p->bank,
-        &p->out,
-        &p->state}) {
+  for (Tensor* x : p->tensors()) {
     x->upload();
   }
 }
 
 inline void drop(Problem* p) {
-  for (Tensor* x :
-       {&p->write_idx,
-        &p->read_idx,
-        &p->write_val,
-        &p->read_val,
-        &p->v,
-        &p->beta,
-        &p->g,
-        &p->bank,
-        &p->out,
-        &p->state}) {
+  for (Tensor* x : p->tensors()) {
     cudaFree(x->device);
   }
 }
