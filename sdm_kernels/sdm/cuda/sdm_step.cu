@@ -94,7 +94,7 @@ template <
     int kHeld,
     bool kMore,
     bool kEarly = false>
-cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
+cudaError_t launch(const SdmCudaFwdParams& params, bool early, cudaStream_t stream) {
   const SdmFwdParams& base = params.base;
   const SdmDims& dims = base.dims;
   const SdmTokens& in = base.tokens;
@@ -136,8 +136,6 @@ cudaError_t launch(const SdmCudaFwdParams& params, cudaStream_t stream) {
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)
     ));
   }
-  bool early = false;
-  SDM_RETURN_IF_ERROR(starts_early(&early));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -196,28 +194,28 @@ cudaError_t launch_sdm_step(const SdmCudaFwdParams& params, cudaStream_t stream)
   return cuda::dispatch_bank(base.bank_dtype, [&](auto* type) {
     using S = std::remove_pointer_t<decltype(type)>;
     if (!aligned) {
-      return launch<S, StepStrides, false, 8, 1, 2, true>(params, stream);
+      return launch<S, StepStrides, false, 8, 1, 2, true>(params, early, stream);
     }
     if (!rows || lanes > 4 * cuda::kStepGroups) {
-      return launch<S, StepStrides, true, 8, 1, 4, true>(params, stream);
+      return launch<S, StepStrides, true, 8, 1, 4, true>(params, early, stream);
     }
     // Narrow slices while there are too few blocks for the device, wide ones when it is full. What
     // starts early costs a full device more than it saves.
     if (lanes > 2 * cuda::kStepGroups) {
       if (blocks >= 0.75) {
-        return launch<S, StepRows, true, 8, 1, 4, false>(params, stream);
+        return launch<S, StepRows, true, 8, 1, 4, false>(params, early, stream);
       }
-      return early ? launch<S, StepRows, true, 4, 1, 4, false, true>(params, stream)
-                   : launch<S, StepRows, true, 4, 1, 4, false>(params, stream);
+      return early ? launch<S, StepRows, true, 4, 1, 4, false, true>(params, early, stream)
+                   : launch<S, StepRows, true, 4, 1, 4, false>(params, early, stream);
     }
     if (blocks >= 3.0) {
-      return launch<S, StepRows, true, 16, 4, 2, false>(params, stream);
+      return launch<S, StepRows, true, 16, 4, 2, false>(params, early, stream);
     }
     if (!early) {
-      return launch<S, StepRows, true, 8, 2, 2, false>(params, stream);
+      return launch<S, StepRows, true, 8, 2, 2, false>(params, early, stream);
     }
-    return blocks < 1.0 ? launch<S, StepRows, true, 8, 2, 2, false, true>(params, stream)
-                        : launch<S, StepRows, true, 16, 4, 2, false, true>(params, stream);
+    return blocks < 1.0 ? launch<S, StepRows, true, 8, 2, 2, false, true>(params, early, stream)
+                        : launch<S, StepRows, true, 16, 4, 2, false, true>(params, early, stream);
   });
 }
 
