@@ -37,6 +37,10 @@ def main():
     args = [x.bfloat16() if x.is_floating_point() else x for x in args]
     leaves = [x.clone().requires_grad_() if x.is_floating_point() else x for x in args]
     tokens, scores = [x[:, :1] for x in args[:7]], torch.randn(B * T, 128, device=device)
+    q, k, kda_v, kda_g = (torch.randn(B, T, H, 128, device=device).bfloat16() for _ in range(4))
+    kda = {"q": q, "k": k, "v": kda_v, "g": -kda_g.abs(), "beta": beta.bfloat16()}
+    kda_leaves = {name: x.clone().requires_grad_() for name, x in kda.items()}
+    kda_token = {name: x[:, :1] for name, x in kda.items()}
     torch.autograd.grad(leaves[2].sum(), leaves[2])
     wait()
     found = {}
@@ -61,6 +65,11 @@ def main():
         timed("chunk_sdm_", lambda: kernel.chunk_sdm_(bank, *args[:7]))
         timed("recurrent_sdm_", lambda: kernel.recurrent_sdm_(bank, *tokens))
         timed("product_key_topk", lambda: kernel.product_key_topk(scores, (64, 64), 16))
+    options = {"use_qk_l2norm_in_kernel": True}
+    out, _ = timed("chunk_kda, forward", lambda: kernel.chunk_kda(**kda_leaves, **options))
+    timed("chunk_kda, backward", lambda: out.float().sum().backward())
+    with torch.no_grad():
+        timed("fused_recurrent_kda", lambda: kernel.fused_recurrent_kda(**kda_token, **options))
     found["everything"] = time.perf_counter() - start
     print(json.dumps({name: round(seconds, 4) for name, seconds in found.items()}))
 

@@ -74,7 +74,7 @@ struct TokenProducts {
   // c = the warp's rows of kd times 64 columns of S, from step kStep of the products on.
   template <int kStep>
   __device__ __forceinline__ static void add_state_products(
-      float (&c)[8][4], const uint32_t (&a)[kK / 16][4], uint32_t columns
+      float (&c)[8][4], const uint32_t (&a)[kK / 16][4], PanelPlace columns
   ) {
     add_row_product<kStep, 0, 4, kStep == 0>(c, a[kStep], columns);
     if constexpr (kStep + 1 < kK / 16) {
@@ -109,9 +109,8 @@ struct TokenProducts {
       }
       begin_products();
       // the half is the same in all lanes, which the compiler can't see
-      add_state_products<0>(
-          e, a, __shfl_sync(kWarpMask, tile(Memory::kState) + half * (kK * 128), 0)
-      );
+      const uint32_t columns = __shfl_sync(kWarpMask, tile(Memory::kState) + half * (kK * 128), 0);
+      add_state_products<0>(e, a, PanelPlace::at(columns));
       end_products();
       wait_products<0>();
       settle(e);

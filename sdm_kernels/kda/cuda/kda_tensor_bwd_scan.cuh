@@ -35,10 +35,10 @@ struct KdaBwdScanArgs {
 template <int kK, int kGroups>
 using BwdScanRing = RecordRing<KdaRecord<kK>::kKeyNorm, 128 * kGroups>;
 
-// Ring, then float [warps]: peaks on their way between the two warps of a unit.
+// Ring, then float [2][warps]: peaks on their way between the two warps of a unit.
 template <int kK, int kGroups>
 constexpr int bwd_scan_shared_bytes(int buffers) {
-  return BwdScanRing<kK, kGroups>::bytes(buffers) + kGroups * 16;
+  return BwdScanRing<kK, kGroups>::bytes(buffers) + kGroups * 32;
 }
 
 // dO of a chunk in transposed order, an element at a time: rows of any type and distance.
@@ -176,8 +176,23 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
   ColumnPeaks out_peaks = {0.0f, 0.0f};  // of dO
   ColumnScales next_scale = state.scale;
   uint32_t next_operand[4][4];  // dO of the chunk that comes next, scaled
-  // Of the chunk whose dO has been fetched, which is none below 0; fetches the dO before it. The
-  // block synchronises in here.
+  // What the other of two warps has given here: they share scales. The next call writes elsewhere,
+  // and the one behind it finds that this has been read.
+  int turn = 0;
+  const auto exchange = [&](float x) {
+    float* const to = shared_peaks + turn * kGroups * 4;
+    turn ^= 1;
+    if (lane == 0) {
+      to[warp] = x;
+    }
+    if constexpr (kGroups == 1) {
+      __syncthreads();  // the four warps multiply together anyway
+    } else {
+      synchronise_pair(warp / 2);
+    }
+    return to[warp ^ 1];
+  };
+  // Of the chunk whose dO has been fetched, which is none below 0; fetches the dO before it.
   const auto choose_scale = [&](int chunk) {
     float x[kAny ? 8 : 1][4];
     if constexpr (kAny) {
@@ -197,12 +212,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
     out_peaks.high *= fabsf(scale);
     peaks.include(out_peaks);
     peaks.share_all();
-    if (lane == 0) {
-      shared_peaks[warp] = peaks.low;
-    }
-    __syncthreads();
-    peaks.low = fmaxf(peaks.low, shared_peaks[warp ^ 1]);
-    peaks.high = peaks.low;
+    peaks.low = peaks.high = fmaxf(peaks.low, exchange(peaks.low));
     next_scale = peaks.scales();
     const float factor = scale * next_scale.low.factor;
 #pragma unroll
@@ -224,38 +234,28 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
     prefetch_out(2, chunk > 2);
   };
   choose_scale(chunks - 1);
-  __syncthreads();  // the peaks are read
 
   float u[8][4];
   uint32_t s_operand[kK / 16][4], out_operand[4][4];
-  uint32_t record = 0;  // address
+  PanelPlace record = {0};
   const unsigned char* memory = kda_shared;
   // dU of the chunk that comes next.
   const auto start_chunk = [&] {
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
       state.rescale(next_scale);
       pack_operands(s_operand, state.s);
-      if (args.bounded || turn > 0) {
+      if (args.bounded || attempt > 0) {
         break;
       }
-      const bool over = near_overflow(s_operand);
-      if (!__syncthreads_or(over)) {
+      const float over = near_overflow(s_operand) ? 1.0f : 0.0f;
+      if (fmaxf(over, exchange(over)) == 0.0f) {
         break;
       }
       ColumnPeaks now = state.peaks();
       now.include(out_peaks);
       now.share_all();
-      if (lane == 0) {
-        shared_peaks[warp] = over ? now.low : -now.low;
-      }
-      __syncthreads();
-      const float other = shared_peaks[warp ^ 1];
-      __syncthreads();
-      if (!over && !(other > 0.0f)) {
-        break;
-      }
-      now.low = now.high = fmaxf(now.low, fabsf(other));
+      now.low = now.high = fmaxf(now.low, exchange(now.low));
       next_scale = now.scales();
       const float factor = state.scale.low.inverse * next_scale.low.factor;
       const uint32_t pair = pack_f16(factor, factor);
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
       }
     }
     const int offset = ring.wait();
-    record = ring.memory + offset;
+    record = PanelPlace::at(ring.memory + offset);
     memory = kda_shared + offset;
     settle(u);
     settle(s_operand);
@@ -365,8 +365,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_bwd_scan_kernel(
     if (chunk > 0) {
       start_chunk();
     }
-    __syncthreads();  // the record is read
-    ring.fetch();
+    ring.replace();
     if (chunk > 0) {
       begin_chunk();
     }

@@ -56,11 +56,11 @@ __device__ __forceinline__ void multiply_group(float (&c)[4][2][4], uint64_t a, 
 // bytes between the panels of b.
 template <int kCols, int kPanel, typename Result>
 __device__ __forceinline__ void start_group_product(Result& c, uint32_t a, uint32_t b) {
-  const uint64_t from_a = matrix_descriptor(a), from_b = matrix_descriptor(b);
+  const PanelPlace from_a = PanelPlace::at(a), from_b = PanelPlace::at(b);
 #pragma unroll
   for (int i = 0; i < kCols / 16; ++i) {
-    const uint64_t at_a = from_a + (i / 4 * 64 * 128 + i % 4 * 32) / 16;
-    const uint64_t at_b = from_b + (i / 4 * kPanel + i % 4 * 32) / 16;
+    const uint64_t at_a = matrix_descriptor(from_a + (i / 4 * 64 * 128 + i % 4 * 32));
+    const uint64_t at_b = matrix_descriptor(from_b + (i / 4 * kPanel + i % 4 * 32));
     if (i == 0) {
       multiply_group<0>(c, at_a, at_b);
     } else {

@@ -146,6 +146,21 @@ __device__ __forceinline__ void synchronise() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// Of two neighbouring warps of at most eight. The number of a barrier should be known to the
+// compiler, else it counts all sixteen as used.
+__device__ __forceinline__ void synchronise_pair(int pair) {
+  switch (pair) {
+    case 0:
+      return synchronise<1, 64>();
+    case 1:
+      return synchronise<2, 64>();
+    case 2:
+      return synchronise<3, 64>();
+    default:
+      return synchronise<4, 64>();
+  }
+}
+
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

@@ -58,21 +58,6 @@ __device__ __forceinline__ void multiply_totals(
   pack_pairs(factor, x);
 }
 
-// Two neighbouring warps. The number of a barrier should be known to the compiler, else it counts
-// all sixteen as used.
-__device__ __forceinline__ void synchronise_pair(int pair) {
-  switch (pair) {
-    case 0:
-      return synchronise<1, 64>();
-    case 1:
-      return synchronise<2, 64>();
-    case 2:
-      return synchronise<3, 64>();
-    default:
-      return synchronise<4, 64>();
-  }
-}
-
 // What a kernel is compiled for. Usual: queries, keys and gates have the same type, a lane's
 // channels are loaded at once, and 64 rows span less than 2^30 elements.
 enum class PrepVariant { kGeneral, kUsual, kUsualPacked };

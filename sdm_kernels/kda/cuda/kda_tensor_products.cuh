@@ -21,6 +21,21 @@
 
 namespace sdm::kda::cuda {
 
+// Where a matrix starts in shared memory, as the products name it: the low word of its descriptor,
+// or its address. One place of a record is made from the address, the others by one addition each,
+// where a descriptor from an address takes four operations that wait for each other.
+struct PanelPlace {
+  uint32_t word;
+
+  __device__ __forceinline__ static PanelPlace at(uint32_t address) {
+    return {KDA_WARPGROUP_PRODUCTS ? ((address & 0x3ffffu) >> 4) | (1u << 16) : address};
+  }
+
+  __device__ __forceinline__ PanelPlace operator+(int bytes) const {
+    return {word + (KDA_WARPGROUP_PRODUCTS ? bytes / 16 : bytes)};
+  }
+};
+
 #if KDA_WARPGROUP_PRODUCTS
 
 __device__ __forceinline__ void begin_products() {
@@ -60,9 +75,9 @@ __device__ __forceinline__ void settle(uint32_t (&x)[kRows][4]) {
 
 // Descriptor of a matrix with the 128-byte swizzle whose groups of 8 rows of 128 bytes follow each
 // other: the stride between groups is 1024 bytes, and no other stride is used for 64 columns.
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
-  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) |
-         ((address & 0x3ffffu) >> 4);
+__device__ __forceinline__ uint64_t matrix_descriptor(PanelPlace place) {
+  constexpr uint32_t kHigh = (1u << 30) | (1024 >> 4);
+  return (uint64_t{kHigh} << 32) | place.word;
 }
 
 #define KDA_TILE(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
@@ -118,7 +133,7 @@ __device__ __forceinline__ void multiply_bf16_64(
 // panel[n][16 step + k].
 template <bool kRows, int kTile, int kTiles>
 __device__ __forceinline__ void add_bf16_product(
-    float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel, int step
+    float (&c)[kTiles][4], const uint32_t (&a)[4], PanelPlace panel, int step
 ) {
   multiply_bf16_64<kRows ? 0 : 1, kTile>(
       c, a, matrix_descriptor(panel + step * (kRows ? 32 : 2048))
@@ -129,7 +144,7 @@ __device__ __forceinline__ void add_bf16_product(
 // it, because accumulators that are used in parts cannot stay where the instruction wants them.
 template <int kStep, int kFirst = 0, bool kFresh = false>
 __device__ __forceinline__ void add_product(
-    float (&c)[8][4], const uint32_t (&a)[4], uint32_t panel
+    float (&c)[8][4], const uint32_t (&a)[4], PanelPlace panel
 ) {
   multiply_64<0, 0, kFresh ? 0 : 1>(c, a, matrix_descriptor(panel + kStep * 32));
 }
@@ -137,7 +152,7 @@ __device__ __forceinline__ void add_product(
 // b[k][n] = panel[16 kStep + k][n]; c is tiles kTile to kTile + 7. Where n >= 16 kEnd b is zero.
 template <int kStep, int kTile, int kEnd = 4, bool kFresh = false, int kTiles>
 __device__ __forceinline__ void add_row_product(
-    float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel
+    float (&c)[kTiles][4], const uint32_t (&a)[4], PanelPlace panel
 ) {
   multiply_64<1, kTile, kFresh ? 0 : 1>(c, a, matrix_descriptor(panel + kStep * 2048));
 }
@@ -167,7 +182,7 @@ __device__ __forceinline__ void clear_tiles(float (&c)[kTiles][4]) {
 
 template <int kStep, int kFirst = 0, bool kFresh = false>
 __device__ __forceinline__ void add_product(
-    float (&c)[8][4], const uint32_t (&a)[4], uint32_t panel
+    float (&c)[8][4], const uint32_t (&a)[4], PanelPlace panel
 ) {
   // Rows of the panel as the n of the product: lane l gives row l % 8 of matrix l / 8, the matrices
   // being k 0-7 and 8-15 of n 0-7, then of n 8-15.
@@ -179,7 +194,7 @@ __device__ __forceinline__ void add_product(
 #pragma unroll
   for (int n = kFirst; n < 4; ++n) {
     uint32_t b[4];
-    load_matrices(b, panel + n * 2048 + (at ^ (kStep * 32)));
+    load_matrices(b, panel.word + n * 2048 + (at ^ (kStep * 32)));
     mma_f16(c[2 * n], a, b[0], b[1]);
     mma_f16(c[2 * n + 1], a, b[2], b[3]);
   }
@@ -187,7 +202,7 @@ __device__ __forceinline__ void add_product(
 
 template <int kStep, int kTile, int kEnd = 4, bool kFresh = false, int kTiles>
 __device__ __forceinline__ void add_row_product(
-    float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel
+    float (&c)[kTiles][4], const uint32_t (&a)[4], PanelPlace panel
 ) {
   // Rows of the panel as the k of the product, transposed on the way.
   const int lane = threadIdx.x % 32;
@@ -198,7 +213,7 @@ __device__ __forceinline__ void add_row_product(
 #pragma unroll
   for (int n = 0; n < kEnd; ++n) {
     uint32_t b[4];
-    load_matrices_transposed(b, panel + kStep * 2048 + (at ^ (n * 32)));
+    load_matrices_transposed(b, panel.word + kStep * 2048 + (at ^ (n * 32)));
     mma_f16(c[kTile + 2 * n], a, b[0], b[1]);
     mma_f16(c[kTile + 2 * n + 1], a, b[2], b[3]);
   }
@@ -206,7 +221,7 @@ __device__ __forceinline__ void add_row_product(
 
 template <bool kRows, int kTile, int kTiles>
 __device__ __forceinline__ void add_bf16_product(
-    float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t panel, int step
+    float (&c)[kTiles][4], const uint32_t (&a)[4], PanelPlace panel, int step
 ) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -214,10 +229,10 @@ __device__ __forceinline__ void add_bf16_product(
     uint32_t b[4];
     if constexpr (kRows) {
       const uint32_t at = (lane / 16 * 8 + lane % 8) * 128 + (((lane / 8 & 1) ^ (lane & 7)) << 4);
-      load_matrices(b, panel + n * 2048 + (at ^ (step * 32)));
+      load_matrices(b, panel.word + n * 2048 + (at ^ (step * 32)));
     } else {
       const uint32_t at = (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
-      load_matrices_transposed(b, panel + step * 2048 + (at ^ (n * 32)));
+      load_matrices_transposed(b, panel.word + step * 2048 + (at ^ (n * 32)));
     }
     mma_bf16(c[kTile + 2 * n], a, b[0], b[1]);
     mma_bf16(c[kTile + 2 * n + 1], a, b[2], b[3]);
@@ -230,7 +245,7 @@ __device__ __forceinline__ void add_bf16_product(
 // n / 16 * 16 + 16 that count.
 template <bool kFresh = false>
 __device__ __forceinline__ void add_triangular_product(
-    float (&c)[8][4], const uint32_t (&a)[4][4], uint32_t panel
+    float (&c)[8][4], const uint32_t (&a)[4][4], PanelPlace panel
 ) {
   add_product<0, 0, kFresh>(c, a[0], panel);
   add_product<1, 1>(c, a[1], panel);
@@ -241,7 +256,7 @@ __device__ __forceinline__ void add_triangular_product(
 // The same over all columns of one panel.
 template <bool kFresh = false>
 __device__ __forceinline__ void add_panel_product(
-    float (&c)[8][4], const uint32_t (*a)[4], uint32_t panel
+    float (&c)[8][4], const uint32_t (*a)[4], PanelPlace panel
 ) {
   add_product<0, 0, kFresh>(c, a[0], panel);
   add_product<1>(c, a[1], panel);
@@ -252,7 +267,7 @@ __device__ __forceinline__ void add_panel_product(
 // Tiles kTile to kTile + 7 of c += a b over the rows of one panel.
 template <int kTile, int kTiles>
 __device__ __forceinline__ void add_panel_rows_product(
-    float (&c)[kTiles][4], const uint32_t (&a)[4][4], uint32_t panel
+    float (&c)[kTiles][4], const uint32_t (&a)[4][4], PanelPlace panel
 ) {
   add_row_product<0, kTile>(c, a[0], panel);
   add_row_product<1, kTile>(c, a[1], panel);
@@ -262,7 +277,7 @@ __device__ __forceinline__ void add_panel_rows_product(
 
 // c = a b over the rows of one panel, of which row k has k / 16 * 16 + 16 that count.
 __device__ __forceinline__ void triangular_rows_product(
-    float (&c)[8][4], const uint32_t (&a)[4][4], uint32_t panel
+    float (&c)[8][4], const uint32_t (&a)[4][4], PanelPlace panel
 ) {
   add_row_product<0, 0, 1, true>(c, a[0], panel);
   add_row_product<1, 0, 2>(c, a[1], panel);

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! @file Records of consecutive chunks on their way through a ring of buffers in shared memory.
 //!
-//! From sm_90 on one thread starts a bulk copy, whose bytes a barrier in shared memory counts;
-//! below all threads copy 16 bytes at a time.
+//! From sm_90 on one thread starts a bulk copy, whose bytes a barrier in shared memory counts. In a
+//! block of more than four warps, which multiply together, those that are done with a record count
+//! themselves and the last one replaces it: the groups are never brought together, so that one
+//! multiplies while another does the rest. Below sm_90 all threads copy 16 bytes at a time.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +26,8 @@ struct RecordRing {
   // Panels start at multiples of 1024 bytes, as their swizzle wants.
   static constexpr int kBuffer = (kRecordBytes + 1023) / 1024 * 1024;
 
-  SDM_HD static constexpr int bytes(int buffers) { return buffers * kBuffer + kMaxBuffers * 8; }
+  // A barrier of 8 bytes and a count of 4 behind the buffers, for each.
+  SDM_HD static constexpr int bytes(int buffers) { return buffers * kBuffer + kMaxBuffers * 16; }
 
   uint32_t memory;  // address in shared memory
   int buffers;
@@ -43,59 +46,58 @@ struct RecordRing {
     if (threadIdx.x == 0) {
       for (int i = 0; i < buffers; ++i) {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier(i)) : "memory");
+        asm volatile("st.shared.u32 [%0], 0;" ::"r"(barrier(i) + 8) : "memory");
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 #endif
-    fetch();
+    fetch(threadIdx.x == 0);
   }
 
   // Starts the copies of the others that there is room for. Not in the constructor: what is loaded
   // in between arrives before them.
   __device__ __forceinline__ void fill() {
     for (int i = 1; i < buffers; ++i) {
-      fetch();
+      fetch(threadIdx.x == 0);
     }
   }
 
   __device__ __forceinline__ uint32_t barrier(int buffer) const {
-    return memory + buffers * kBuffer + buffer * 8;
+    return memory + buffers * kBuffer + buffer * 16;
   }
 
-  // Starts the copy of the next record, into the oldest buffer: the block must have synchronised
-  // after the last read of it.
-  __device__ __forceinline__ void fetch() {
-    const uint32_t to = memory + fetched * kBuffer;
+  // Ends the use of the oldest record by this warp; the next one to fetch comes into its place.
+  __device__ __forceinline__ void replace() {
 #if KDA_BULK_COPIES
-    if (threadIdx.x == 0 && left > 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier(fetched)),
-                   "r"(kRecordBytes)
-                   : "memory");
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-          "[%3];" ::"r"(to),
-          "l"(record),
-          "r"(kRecordBytes),
-          "r"(barrier(fetched))
-          : "memory"
-      );
-    }
-#else
-    if (left > 0) {
-      for (int i = threadIdx.x * 16; i < kRecordBytes; i += kThreads * 16) {
-        start_copy<16>(to + i, record + i);
+    bool leads = threadIdx.x == 0;
+    if constexpr (kThreads > 128) {
+      constexpr uint32_t kWarps = kThreads / 32;
+      static_assert((kWarps & (kWarps - 1)) == 0);
+      leads = false;
+      if (left > 0) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+          uint32_t before;
+          asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
+                       : "=r"(before)
+                       : "r"(barrier(fetched) + 8)
+                       : "memory");
+          leads = before % kWarps == kWarps - 1;
+        }
       }
+    } else {
+      __syncthreads();
     }
-    close_copies();
+    fetch(leads);
+#else
+    __syncthreads();
+    fetch(true);
 #endif
-    record += step;
-    --left;
-    fetched = fetched + 1 == buffers ? 0 : fetched + 1;
   }
 
   // Waits for the next record and returns its offset in the ring. Of the records before it all but
-  // one must have been replaced by fetch().
+  // one must have been ended by replace().
   __device__ __forceinline__ int wait() {
     const int buffer = awaited;
 #if KDA_BULK_COPIES
@@ -120,6 +122,38 @@ struct RecordRing {
     awaited = buffer + 1 == buffers ? 0 : buffer + 1;
     phase ^= awaited == 0 ? 1u : 0u;
     return buffer * kBuffer;
+  }
+
+ private:
+  // Starts the copy of the next record, into the oldest buffer, which nobody reads any more; with
+  // bulk copies `leads` is true of one thread.
+  __device__ __forceinline__ void fetch(bool leads) {
+    const uint32_t to = memory + fetched * kBuffer;
+#if KDA_BULK_COPIES
+    if (leads && left > 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier(fetched)),
+                   "r"(kRecordBytes)
+                   : "memory");
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+          "[%3];" ::"r"(to),
+          "l"(record),
+          "r"(kRecordBytes),
+          "r"(barrier(fetched))
+          : "memory"
+      );
+    }
+#else
+    if (left > 0) {
+      for (int i = threadIdx.x * 16; i < kRecordBytes; i += kThreads * 16) {
+        start_copy<16>(to + i, record + i);
+      }
+    }
+    close_copies();
+#endif
+    record += step;
+    --left;
+    fetched = fetched + 1 == buffers ? 0 : fetched + 1;
   }
 };
 

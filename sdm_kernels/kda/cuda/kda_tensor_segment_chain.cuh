@@ -49,7 +49,7 @@ __device__ __forceinline__ void split_operands(
 // row n, column k.
 template <int kK, bool kReverse>
 __device__ __forceinline__ void add_transition_product(
-    float (&c)[kK / 8][4], const uint32_t (&a)[kK / 16][4], uint32_t panels
+    float (&c)[kK / 8][4], const uint32_t (&a)[kK / 16][4], PanelPlace panels
 ) {
 #pragma unroll
   for (int k = 0; k < kK / 16; ++k) {
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(128, 1) kda_segment_chain_kernel(
         state.s[n][j] = next[n][j];
       }
     }
-    const uint32_t panels = ring.memory + ring.wait();
+    const PanelPlace panels = PanelPlace::at(ring.memory + ring.wait());
     settle(high);
     settle(low);
     settle(state.s);
@@ -207,8 +207,7 @@ __global__ void __launch_bounds__(128, 1) kda_segment_chain_kernel(
     }
     wait_products<0>();
     settle(state.s);
-    __syncthreads();  // the transition is read
-    ring.fetch();
+    ring.replace();
   }
   if (to != nullptr) {
     split_operands<kK>(high, low, state.s);

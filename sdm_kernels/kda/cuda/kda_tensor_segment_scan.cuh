@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_segment_scan_kernel(
 
   float e[8][4];
   uint32_t s_operand[kK / 16][4];
-  uint32_t record = 0;  // address
+  PanelPlace record = {0};
   const unsigned char* memory = kda_shared;
   // Takes v, which belongs to the chunk, and starts S^T kd^T.
   const auto start_chunk = [&] {
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_segment_scan_kernel(
       e[n][3] = y.y * high;
     }
     const int offset = ring.wait();
-    record = ring.memory + offset;
+    record = PanelPlace::at(ring.memory + offset);
     memory = kda_shared + offset;
     settle(e);
     settle(s_operand);
@@ -256,8 +256,7 @@ __global__ void __launch_bounds__(128 * kGroups, 1) kda_segment_scan_kernel(
     if (chunk + 1 < chunks) {
       start_chunk();
     }
-    __syncthreads();  // the record is read
-    ring.fetch();
+    ring.replace();
     if (chunk + 1 < chunks) {
       begin_chunk(chunk + 1);
     }
