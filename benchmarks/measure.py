@@ -21,14 +21,20 @@ import kernels
 import torch
 from inputs import load_shapes
 from machine import ROOT, describe
-from measure_kda import measure_kda
+from measure_kda import measure_kda, measure_kda_step
 from measure_sdm import measure_sdm, measure_step
 from measure_topk import measure_topk
 from run import Run, load_targets
 from tables import markdown
 
 REPO = "org/sparse-delta-memory"
-KINDS = {"sdm": measure_sdm, "step": measure_step, "topk": measure_topk, "kda": measure_kda}
+KINDS = {
+    "sdm": measure_sdm,
+    "step": measure_step,
+    "topk": measure_topk,
+    "kda": measure_kda,
+    "kda_step": measure_kda_step,
+}
 
 
 def parse_options():
@@ -74,7 +80,7 @@ def main():
     for kind, shapes in load_shapes(run.device.type, options.shape).items():
         if kind not in options.kind:
             continue
-        if kind == "kda" and not options.shape and not hasattr(kernel, "chunk_kda"):
+        if kind.startswith("kda") and not options.shape and not hasattr(kernel, "chunk_kda"):
             run.failures.append({"shape": kind, "error": "skipped: this build has no chunk_kda"})
             continue
         for name, shape in shapes.items():

@@ -7,6 +7,7 @@ from inputs import draw_kda
 from memory import measure_call_on_gpu, measure_training_on_gpu
 from peers import kda_peer
 from run import relative_error
+from timing import graphed
 
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # relative L2
 FLAGS = {
@@ -18,6 +19,7 @@ FLAGS = {
 }
 CHECKED = 256  # tokens that are compared with the reference
 EAGER_CHUNKS = (32, 64, 128)
+STEPS = 16  # decode steps in one timed call, each with its own token
 
 
 def kda_bytes(shape):
@@ -134,3 +136,35 @@ def measure_kda(run, name, shape):
         run.remember_memory(name, "training", figures)
         figures = measure_training_on_gpu(kept_forward, kept_leaves, d_out)
         run.remember_memory(name, "training, nothing recomputed", figures)
+
+
+def measure_kda_step(run, name, shape):
+    """The decode step: each of STEPS tokens in its own call; float states, in and out."""
+    kernel = run.kernel
+    arguments = draw_kda({**shape, "T": STEPS}, run.device)
+    names = ("q", "k", "v", "g", "beta")
+    tokens = [[arguments[n][:, t : t + 1].contiguous() for n in names] for t in range(STEPS)]
+    gate = {n: arguments[n] for n in ("A_log", "dt_bias")}
+    flags = {key: value for key, value in FLAGS.items() if key != "safe_gate"}
+    B, H, K, V = (shape[letter] for letter in "BHKV")
+    state = torch.randn(B, H, K, V, device=run.device)
+
+    def decode():
+        return [kernel.recurrent_kda_(state, *token, **gate, **flags) for token in tokens]
+
+    with torch.no_grad():
+        exact = {n: arguments[n][:1].cpu().double() for n in names}
+        exact.update({n: x.cpu().double() for n, x in gate.items()})
+        before = state[:1].cpu().double()
+        options = {**FLAGS, "initial_state": before, "output_final_state": True}
+        expected, expected_state = kernel.reference.kda(**exact, **options)
+        got = torch.cat([out[:1] for out in decode()], 1).cpu()
+        limit = LIMITS[got.dtype]
+        run.check(name, "out and reference", relative_error(got, expected), limit)
+        error = relative_error(state[:1].cpu(), expected_state)
+        run.check(name, "state and reference", error, limit)
+        functions = {("decode step", "kernel"): graphed(decode, run.device)}
+        moved = {("decode step", "kernel"): 2 * state.numel() * state.element_size()}
+        for threads in run.threads:
+            run.use_threads(threads)
+            run.time(name, functions, threads, moved, calls=STEPS)
