@@ -44,9 +44,11 @@ Answer run(const KdaProblem& p) {
   };
 }
 
+constexpr double kBf16Limit = 2.6e-3;
+
 struct Test {
   KdaCase c;
-  double limit;  // of the relative L2 errors
+  double limit;  // of the relative L2 errors; states in bfloat16 are never held to less than theirs
 };
 
 int test_case(const Test& test) {
@@ -63,7 +65,8 @@ int test_case(const Test& test) {
   const double final_state = state_error(got.final_state, DType::kF32, p.final_state);
   const double chunks =
       c.saved == 0 ? 0 : state_error(got.chunk_states, saved_dtype, p.chunk_states);
-  const bool good = out <= test.limit && final_state <= test.limit && chunks <= test.limit;
+  const double chunks_limit = c.saved == 2 ? std::max(test.limit, kBf16Limit) : test.limit;
+  const bool good = out <= test.limit && final_state <= test.limit && chunks <= chunks_limit;
   const bool same = run(p) == got;
   std::printf(
       "%-4s %-34s out %.2e  final %.2e  chunks %.2e%s\n",
@@ -109,7 +112,7 @@ int test_bits(const KdaCase& c) {
 
 std::vector<Test> all_tests() {
   std::vector<Test> tests;
-  const auto add = [&](const char* name, auto&& change, double limit = 2.6e-3) {
+  const auto add = [&](const char* name, auto&& change, double limit = kBf16Limit) {
     KdaCase c{name};
     c.T = 130;
     c.HV = 1;
