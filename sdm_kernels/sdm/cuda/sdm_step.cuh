@@ -196,32 +196,14 @@ __global__ void __launch_bounds__(
     }
 
     // while the rows come
-    const auto share_row =
-        [&](
-            bool write, int row, int its_slot, const RawFloat& its_weight, const RawFloat& its_gate
-        ) {
-          const bool used = its_slot >= 0;
-          const float value = used ? raw_value(write ? p.write_val : p.read_val, its_weight) : 0.0f;
-          if (!write) {
-            s.read_slot[row] = its_slot;
-            s.read[row] = value;
-            return value;
-          }
-          const float decay = used ? expf(raw_value(p.g, its_gate)) : 0.0f;
-          s.write_slot[row] = its_slot;
-          s.gate[row] = make_float2(value, decay);
-          s.write[row] = make_float4(value * decay, decay, value, used ? 1.0f : 0.0f);
-          if (used && !insert_lane(s, p.table_bits, its_slot, row)) {
-            *s_shared = 1;
-          }
-          return value;
-        };
     float value[kLooked];
 #pragma unroll
     for (int k = 0; k < kLooked; ++k) {
       value[k] = 0.0f;
       if (looked[k]) {
-        value[k] = share_row(looked_write[k], looked_row[k], slot[k], weight[k], gate[k]);
+        value[k] = share_step_row(
+            p, s, s_shared, looked_write[k], looked_row[k], slot[k], weight[k], gate[k]
+        );
       }
     }
     if constexpr (kMore) {
@@ -232,7 +214,10 @@ __global__ void __launch_bounds__(
         if (row < (write ? W : R)) {
           const View& ids = write ? p.write_idx : p.read_idx;
           const RawId its_id = load_id((write ? write_ids : read_ids) + ids.lane(row), ids.high);
-          share_row(
+          share_step_row(
+              p,
+              s,
+              s_shared,
               write,
               row,
               id_below(its_id, ids.high, p.S),

@@ -63,6 +63,36 @@ __device__ __forceinline__ void prefetch_row_if(bool valid, const S* row, const 
   }
 }
 
+// Writes down a row for all threads of the block; returns its weight, 0 where it is not used. Sets
+// *shared where another lane writes its slot.
+template <typename View>
+__device__ __forceinline__ float share_step_row(
+    const SdmStepParams<View>& p,
+    const StepLanes& s,
+    int* shared,
+    bool write,
+    int row,
+    int slot,
+    const RawFloat& weight,
+    const RawFloat& gate
+) {
+  const bool used = slot >= 0;
+  const float value = used ? raw_value(write ? p.write_val : p.read_val, weight) : 0.0f;
+  if (!write) {
+    s.read_slot[row] = slot;
+    s.read[row] = value;
+    return value;
+  }
+  const float decay = used ? expf(raw_value(p.g, gate)) : 0.0f;
+  s.write_slot[row] = slot;
+  s.gate[row] = make_float2(value, decay);
+  s.write[row] = make_float4(value * decay, decay, value, used ? 1.0f : 0.0f);
+  if (used && !insert_lane(s, p.table_bits, slot, row)) {
+    *shared = 1;
+  }
+  return value;
+}
+
 // One element of a tensor of v's type.
 template <typename View>
 __device__ __forceinline__ void store_like(const View& v, void* data, int64_t at, float x) {
